@@ -111,12 +111,12 @@ def matmul(
     (m, k), n, how = a.shape, b.shape[1], accumulator
     block = min(block, k) or max(k, 1)
     blocks = -(-k // block)
-    scale_a = torch.ones(m, blocks, device=a.device) if scale_a is None else scale_a
-    scale_b = torch.ones(blocks, n, device=a.device) if scale_b is None else scale_b
+    scale_a = torch.ones(m, blocks, dtype=torch.float32, device=a.device) if scale_a is None else scale_a
+    scale_b = torch.ones(blocks, n, dtype=torch.float32, device=a.device) if scale_b is None else scale_b
     if (len(b), scale_a.shape, scale_b.shape) != (k, (m, blocks), (blocks, n)):
         shapes = ", ".join(str(tuple(x.shape)) for x in (a, b, scale_a, scale_b))
         raise ValueError(f"the shapes of a, b and their scales do not fit with a block of {block}: {shapes}")
-    result = torch.zeros(m, n, device=a.device)
+    result = torch.zeros(m, n, dtype=torch.float32, device=a.device)
     if not k:
         return result
     if not how.bits:

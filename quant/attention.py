@@ -142,7 +142,7 @@ def _by_key(x: Tensor, tile: int, scores: Tensor) -> Tensor:
 
 def _over_tiles(tile: int, factors: Tensor, a: Tensor, b: Tensor | None) -> Tensor:
     """a · b, or the sums of a's rows, in float32: what the tiles before contribute is multiplied by each factor."""
-    result = torch.zeros((), device=a.device)
+    result = torch.zeros((), dtype=torch.float32, device=a.device)
     for number, part in enumerate(torch.split(a, tile, -1)):
         keys = slice(number * tile, number * tile + tile)
         part = part.float()

@@ -132,7 +132,7 @@ class Blocks:
     @property
     def last_bin(self) -> float:
         """The share of all values that round to the largest finite code, clipped or not."""
-        return float(((self.values.abs() >= self.spec.format.max) & self.valid).sum() / self.valid.sum())
+        return float(((self.values.abs() >= self.spec.format.max) & self.valid).sum().double() / self.valid.sum())
 
     @cached_property
     def scale_exponents(self) -> Tensor:
@@ -218,7 +218,7 @@ def code_tiers(element: Element) -> tuple[str, ...]:
     tapered = len(element.tiers) > 1
     values = list(element.values.values())
     names = []
-    for value, exponent in zip(values, floor_log2(torch.tensor(values)).tolist(), strict=True):
+    for value, exponent in zip(values, floor_log2(torch.tensor(values, dtype=torch.float32)).tolist(), strict=True):
         if not math.isfinite(value):
             names.append(SPECIAL)
         elif value == 0:

@@ -21,8 +21,8 @@ class ScaleHistory:
 
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
-        self.amaxes = torch.zeros(spec.history)
-        self.scale = torch.ones(())
+        self.amaxes = torch.zeros(spec.history, dtype=torch.float32)
+        self.scale = torch.ones((), dtype=torch.float32)
         self.used = self.scale
 
     def use(self, x: Tensor, again: bool = False, trains: bool = True) -> Tensor:

@@ -98,7 +98,7 @@ def error_causes(
     absmax = per_group(absmax, coded, dim, block) if absmax.dim() and coded.numel() else absmax
     u = noise_blocks(coded, spec, dim, block, seed)
     blocks = to_blocks(coded, dim, block)
-    squares = torch.zeros(blocks.shape)
+    squares = torch.zeros(blocks.shape, dtype=torch.float32)
     noise, total = torch.zeros(len(CAUSES), dtype=torch.float64), torch.zeros(5, dtype=torch.float64)
     by_binade = torch.zeros(len(CAUSES) * (HIGHEST - LOWEST), dtype=torch.float64)
     rounded_scale = spec.has_blocks and spec.scaling.stored is not None and not spec.scaling.per_element

@@ -205,7 +205,7 @@ def multiply(a: Tensor, b: Tensor, plus: Tensor | None = None) -> Tensor:
 class _Matmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, transpose_b: bool, how: Rounding, tap: Tap | None) -> Tensor:
-        ctx.save_for_backward(a, b)
+        ctx.save_for_backward(a if ctx.needs_input_grad[1] else None, b)  # of a frozen weight, a may be overwritten
         ctx.transpose_b, ctx.how, ctx.tap = transpose_b, how, tap
         aq = how.operand(a, "forward_a", -1, tap, "a")
         bq = how.operand(b, "forward_b", -1 if transpose_b else -2, tap, "b")

@@ -37,7 +37,7 @@ def muonq(x: Tensor, start: Tensor | None, seed: int) -> tuple[Tensor, Tensor]:
     rank = min(b.shape) // RANK_SHARE
     if start is None:
         generator = torch.Generator().manual_seed(seed % 2**63)
-        start = torch.randn(b.shape[1], rank, generator=generator).to(b.device)
+        start = torch.randn(b.shape[1], rank, generator=generator, dtype=torch.float32).to(b.device)
     start = start.float()  # an optimizer that loads its state casts it to the dtype of the parameter
     p = torch.linalg.qr(b @ (start / (start.norm(dim=0, keepdim=True) + 1e-7))).Q
     r = b.t() @ p

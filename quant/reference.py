@@ -99,10 +99,10 @@ def outer_absmax(x: Tensor, spec: Spec, dim: int) -> Tensor:
     """The absmax for `Scaling` methods, at each element (x's shape), or a scalar for the whole tensor."""
     outer = TENSOR if spec.block == TENSOR else spec.scaling.outer
     if spec.history:
-        return torch.ones((), device=x.device)  # the scale before any iteration
+        return torch.ones((), dtype=torch.float32, device=x.device)  # the scale before any iteration
     if spec.scaling.of_blocks:
         return spec.scaling.outer_absmax(nan_max(to_blocks(x, dim, spec.block)).float())
-    return absmax_over(x, dim, outer) if outer else torch.zeros((), device=x.device)
+    return absmax_over(x, dim, outer) if outer else torch.zeros((), dtype=torch.float32, device=x.device)
 
 
 def noise_blocks(x: Tensor, spec: Spec, dim: int, block: Block | None, seed: int) -> Tensor | None:

@@ -217,7 +217,7 @@ class Deviation(Quest):
         return scale + nan_unless_finite(scale)
 
     def factors(self, scale: Tensor, spec: Options, absmax: Tensor) -> Factors:
-        return Factors((torch.ones((), device=scale.device) / scale).clamp(max=FLOAT32_MAX), scale)
+        return Factors((torch.ones((), dtype=torch.float32, device=scale.device) / scale).clamp(max=FLOAT32_MAX), scale)
 
 
 class Amax(Scaling):
@@ -266,7 +266,7 @@ class Amax(Scaling):
     def factors(self, scale: Tensor, spec: Options, absmax: Tensor) -> Factors:
         if spec.block in (ROW, TENSOR):
             return Factors(scale, divisor=scale)
-        return Factors(scale, torch.ones((), device=scale.device) / scale)
+        return Factors(scale, torch.ones((), dtype=torch.float32, device=scale.device) / scale)
 
     def saturation(self, scale: Tensor | None, spec: Options, absmax: Tensor) -> tuple[float | Tensor, float | Tensor]:
         if spec.history or not self.saturates:
@@ -278,7 +278,7 @@ class Amax(Scaling):
         else:
             assert scale is not None, "the scales of a block format are missing"
             unfit = scale == 1
-        return 1.0, torch.where(unfit, spec.format.max, math.inf).double()
+        return 1.0, torch.where(unfit, absmax.new_tensor(spec.format.max, dtype=torch.float64), math.inf)
 
 
 class AmaxPow2(Amax):
@@ -346,7 +346,7 @@ class Float32(Scaling):
         return (quotient + nan_unless_finite(quotient),)
 
     def factors(self, scale: Tensor, spec: Options, absmax: Tensor) -> Factors:
-        return Factors((torch.ones((), device=scale.device) / scale).clamp(max=FLOAT32_MAX), scale)
+        return Factors((torch.ones((), dtype=torch.float32, device=scale.device) / scale).clamp(max=FLOAT32_MAX), scale)
 
 
 class RoundedToE4M3(Float32):
@@ -499,7 +499,9 @@ class Headroom(TwoLevel):
 @lru_cache(maxsize=64)
 def _log2_bins(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """The inner edges and the middles of `Headroom`'s bins: on a device, copied once."""
-    points = torch.tensor([2.0 ** (-40 + i * 40 / count) for i in range(2 * count + 1)], device=device)
+    points = torch.tensor(
+        [2.0 ** (-40 + i * 40 / count) for i in range(2 * count + 1)], dtype=torch.float32, device=device
+    )
     return points[2:-1:2].contiguous(), points[1::2].contiguous()
 
 
@@ -617,14 +619,14 @@ class HiF4(Scaling):
         scale = nearest(wanted, E6M2)
         inverse = (1.0 / scale).bfloat16().float()
         eights, fours = (x.abs().reshape(-1, 64 // n, n).amax(-1) * inverse for n in (8, 4))
-        e8 = torch.where(eights >= 4, 2.0, 1.0)
-        e4 = torch.where(fours / e8.repeat_interleave(2, -1) >= 2, 2.0, 1.0)
+        e8 = 1 + (eights >= 4).float()
+        e4 = 1 + (fours / e8.repeat_interleave(2, -1) >= 2).float()
         return torch.cat((torch.where(largest.isfinite(), scale, torch.nan), e8, e4), -1)
 
     def factors(self, scale: Tensor, spec: Options, absmax: Tensor) -> Factors:
         first, e8, e4 = scale[:, :1], scale[:, 1:9], scale[:, 9:]
         finer = e8.repeat_interleave(8, -1) * e4.repeat_interleave(4, -1)
-        one = torch.ones((), device=scale.device)
+        one = torch.ones((), dtype=torch.float32, device=scale.device)
         return Factors((one / first).bfloat16().float() / finer, finer, first)
 
     def to_bytes(self, scale: Tensor) -> Tensor:
@@ -634,7 +636,9 @@ class HiF4(Scaling):
 
     def from_bytes(self, stored: Tensor) -> Tensor:
         bits = stored[:, 1:, None].long() >> torch.arange(8, device=stored.device) & 1
-        return torch.cat((decode_table(E6M2).to(stored.device)[stored[:, :1].long()], 1.0 + bits.reshape(-1, 24)), -1)
+        return torch.cat(
+            (decode_table(E6M2).to(stored.device)[stored[:, :1].long()], 1 + bits.reshape(-1, 24).float()), -1
+        )
 
 
 SCALINGS: dict[str, Scaling] = {

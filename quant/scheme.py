@@ -183,7 +183,7 @@ class Scaling:
 
     def factors(self, scale: Tensor, spec: Options, absmax: Tensor) -> Factors:
         """The factors that values are multiplied and divided by."""
-        return Factors(torch.ones((), device=scale.device) / scale, scale)
+        return Factors(torch.ones((), dtype=torch.float32, device=scale.device) / scale, scale)
 
     def quantize(self, x: Tensor, spec: Options, absmax: Tensor, u: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """(values on the element's grid, scales, the values they represent). u: noise for stochastic rounding."""

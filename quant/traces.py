@@ -39,7 +39,7 @@ def hot_channels_later(x: Tensor) -> Later[tuple[np.ndarray, float]]:
 
     Channels that hold NaN or Inf or nothing but zeros are not among them. The ratio is NaN where the median is 0.
     """
-    absmax = channel_absmax(x) if x.dim() > 1 and x.numel() else torch.zeros(0)
+    absmax = channel_absmax(x) if x.dim() > 1 and x.numel() else torch.zeros(0, dtype=torch.float32)
     absmax = torch.where(absmax.isfinite(), absmax, 0.0)
     values, order = absmax.sort(descending=True, stable=True)
 
@@ -126,8 +126,9 @@ def _edge_by_chance(spec: Spec, deviation: float, absmax: float, dtype: torch.dt
     spec = Spec.of(spec, history=0) if spec.history else spec
     rows = max(-(-CHANCE_SAMPLE // columns), spec.block.rows or 1 if spec.block else 1)
     seed = zlib.crc32(repr((deviation, absmax)).encode())  # so that the errors of several tensors do not agree
-    x = (torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * deviation).to(dtype)
-    shared = torch.tensor(absmax) if absmax else None
+    drawn = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
+    x = (drawn * deviation).to(dtype)
+    shared = torch.tensor(absmax, dtype=torch.float32) if absmax else None
     q, scales = apply(x, spec, want_scales=True, absmax=shared)
     at = _places(x.numel(), CHANCE_SAMPLE, x.device)
     scale = _scale(at, x, spec, scales, -1, shared)
@@ -166,4 +167,4 @@ def _at_edge(values: Tensor, rounded: Tensor, scale: Tensor, element: Element) -
     index = torch.searchsorted((grid[1:] + grid[:-1]) / 2, torch.where(ok, c, 0.0).contiguous())
     # May differ from c: a dequantized value that the tensor's dtype cannot hold was rounded again.
     inside = ok & (v >= grid[0]) & (v <= grid[-1])
-    return (inside & ((v - grid[index]).abs() > EDGE * widths[index])).sum() / ok.sum()
+    return (inside & ((v - grid[index]).abs() > EDGE * widths[index])).sum().double() / ok.sum()

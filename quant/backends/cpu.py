@@ -201,7 +201,7 @@ class CpuRuns(Runs):
         return self._largest(self.layout)
 
     def _largest(self, layout: Layout) -> Tensor:
-        out = torch.empty(layout.rows * layout.inner)
+        out = torch.empty(layout.rows * layout.inner, dtype=torch.float32)
         pointers = self.x.data_ptr(), out.data_ptr()
         self._share_out(lambda *items: self.run.largest(*pointers, *layout.sizes, *items), layout)
         return out
@@ -218,7 +218,7 @@ class CpuRuns(Runs):
     def absmax(self) -> Tensor:
         """float32: the largest magnitude of the tensor, NaN if any is NaN."""
         size, length = self.x.numel(), 1 << 12
-        out = torch.empty(-(-size // length))
+        out = torch.empty(-(-size // length), dtype=torch.float32)
         pointers = self.x.data_ptr(), out.data_ptr()
         native.share_out(out.numel(), length, lambda *items: self.run.largest(*pointers, size, 1, length, *items))
         return out.amax()
@@ -231,7 +231,7 @@ class CpuRuns(Runs):
 
     def errors(self, tried: Sequence[Factors], square: bool) -> Tensor:
         runs = self.layout.rows * self.layout.inner
-        out = torch.empty(len(tried), runs)
+        out = torch.empty(len(tried), runs, dtype=torch.float32)
         described = _describe(self.spec.format.element, Overflow.SATURATE, GIVEN)
         given = (_Factors * len(tried))(*map(self.given, tried))
         pointers = ctypes.addressof(given), len(tried), self.x.data_ptr(), out.data_ptr(), runs
@@ -253,7 +253,7 @@ class CpuRuns(Runs):
         run = kernel(unit, self.x.numel()) if unit else None
         if run is None:
             return round_to_element(scale, element, RoundingMode.NEAREST, Overflow.SATURATE)
-        scale, out = scale.contiguous(), torch.empty(scale.shape)
+        scale, out = scale.contiguous(), torch.empty(scale.shape, dtype=torch.float32)
         described, given = _describe(element, Overflow.SATURATE, GIVEN), _Factors.of(Factors())
         pointers = ctypes.addressof(described), ctypes.addressof(given), scale.data_ptr(), out.data_ptr()
         native.share_out(out.numel(), 1, lambda *items: run.quantize(*pointers, None, 1, 1, 0, None, 0, 0, *items))
@@ -299,7 +299,7 @@ class _Call:
             absmax = runs.absmax()
         if rule is not None:
             absmax = outer_absmax(x, spec, dim) if absmax is None else absmax
-            scales = torch.empty(layout.rows * layout.inner) if want_scales else None
+            scales = torch.empty(layout.rows * layout.inner, dtype=torch.float32) if want_scales else None
             described = _describe(element, overflow, rule, scaling.kernel_constant(spec), spec.error == "mse")
             return cls(layout, described, None, None, scales, absmax, seed)
         factors, scales = runs.factors(absmax, want_scales)
@@ -441,7 +441,7 @@ def in_pieces(x: Tensor, spec: Spec, dim: int, absmax: Tensor | None, seed: int)
     else:
         blocks = reference.to_blocks(x, dim, spec.block)
     y = torch.empty(blocks.shape, dtype=x.dtype)
-    scales = torch.empty(blocks.shape[0], 1)
+    scales = torch.empty(blocks.shape[0], 1, dtype=torch.float32)
     rows = max(1, PIECE // blocks.shape[1])
     for start in range(0, blocks.shape[0], rows):
         part = slice(start, start + rows)

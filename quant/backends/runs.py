@@ -61,7 +61,7 @@ class Runs(ABC):
             scale = scaling.block_scale(self.x, spec, absmax).reshape(())
             return scaling.factors(scale, spec, absmax), None
         if scaling.follows is Follows.MOMENTS:
-            outer = torch.zeros((), device=self.x.device)
+            outer = torch.zeros((), dtype=torch.float32, device=self.x.device)
             total, squares = (self._sums(of_runs) for of_runs in self.moments())
             (scale,) = self._in_parts(lambda a, b: (scaling.of_moments(a, b, spec),), total, squares)
         else:
@@ -129,7 +129,7 @@ class Runs(ABC):
         """absmax as `Scaling` methods take it: a scalar or [groups, 1]."""
         outer, run = self.spec.scaling.outer, self.spec.run(self.x.shape[self.dim])
         if outer is None:
-            return torch.zeros((), device=self.x.device)
+            return torch.zeros((), dtype=torch.float32, device=self.x.device)
         if absmax is not None and absmax.dim():
             at = [slice(None)] * self.x.dim()
             at[self.dim] = slice(None, None, run)
