@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from binade.collector.capture.adapters.products import tensors_in
+from binade.collector.capture.adapters.products import tensors_in, transformed
 from binade.collector.models.parallel import Call
 
 # Forward passes of a layer that may still be recomputed: as many micro-batches as a pipeline has in flight at most.
@@ -121,7 +121,7 @@ class PassCounter:
     def begin(self, module: nn.Module, given: object) -> None:
         """The forward of the model, or of a part that the training loop calls, begins with these arguments."""
         clock = self.clock
-        if clock.twin:
+        if clock.twin or transformed():
             return
         # A checkpoint (reentrant) around the model runs it without gradients at first, on inputs that require some.
         without = not torch.is_grad_enabled() and not any(x.requires_grad for x in tensors_in(given))
@@ -161,7 +161,7 @@ class PassCounter:
 
     def end(self, result: Any) -> None:
         """A forward has ended. Note when its result's gradients arrive: then its layers may be recomputed."""
-        if self.clock.twin:
+        if self.clock.twin or transformed():
             return
         moment, arrived = self.moment(), self.clock.arrived
         self.clock.evaluating = False

@@ -196,7 +196,7 @@ def _try_pass(
     with ExitStack() as undo:
         undo.enter_context(torch.random.fork_rng())
         undo.enter_context(torch.enable_grad())
-        undo.enter_context(kept(list(model.buffers())))
+        undo.enter_context(kept([model]))
         for layer in model_survey.layers:
             begins = [begin(layer, product) for product in layer.products]
             undo.callback(layer.attach(CoreBegin(*begins) if len(begins) > 1 else begins[0]))

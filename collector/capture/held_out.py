@@ -42,7 +42,7 @@ class HeldOutEvaluations:
         with ExitStack() as undo:
             undo.enter_context(torch.random.fork_rng())
             undo.enter_context(torch.no_grad())
-            undo.enter_context(kept([buffer for model in self.models for buffer in model.buffers()]))
+            undo.enter_context(kept(self.models))
             for model in self.models:
                 undo.enter_context(evaluating(model))
             undo.callback(setattr, self.passes.clock, "twin", None)

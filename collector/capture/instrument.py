@@ -138,6 +138,7 @@ def instrument(
     instrumented = Instrumented(by_model, hooks, attached[0].passes, recipe, seed, former, counter)
     probes = of_a_model(instrumented)
     if recorder:
+        _check_names(hooks, recorder.instrumented)
         recorder.describe(**_facts(models, recipe, recorder, skip, backend))
         recorder.compile(_linear_formats(stages), next(models[0].parameters(), torch.empty(0)).device)
     with ExitStack() as undo:
@@ -146,7 +147,7 @@ def instrument(
         fixed, eager = quantizes or recipe.state is not None, any(probe.eager for probe in probes)
         undo.enter_context(_attached(attached, hooks, recorder, fixed, eager))
         if recorder:
-            undo.callback(setattr, recorder, "instrumented", None)
+            undo.callback(setattr, recorder, "instrumented", recorder.instrumented)
             recorder.instrumented = instrumented
             undo.callback(recorder.save_state)
         yield
@@ -181,6 +182,24 @@ def _stages(recipe: Recipe, iterations: int | None, layers: Sequence[Layer], ski
                 stages = [(at, stage.part_of(product, layer.site)) for at, stage in recipe.stages(iterations)]
             products.append((layer, product, stages))
     return products
+
+
+def _check_names(hooks: Sequence[Hook], instrumented: Instrumented | None) -> None:
+    """Warn if two layers whose products are recorded in a run have one name. instrumented: the model that the Recorder
+    records beside."""
+    recorded = [*hooks, *(instrumented.hooks if instrumented else ())]
+    modules: dict[tuple[str, Product], set[int]] = {}
+    for hook in recorded:
+        if hook.observing:
+            modules.setdefault((hook.layer.site.name, hook.product), set()).add(id(hook.layer))
+    twice = [name for (name, _), layers in modules.items() if len(layers) > 1]
+    if twice:
+        more = f" and {len(twice) - 1} more" * (len(twice) > 1)
+        warnings.warn(
+            f"two models have {twice[0]}{more}: their rows cannot be told apart. Give each a Recorder of its own, or "
+            "choose what is recorded with `capture`",
+            stacklevel=4,
+        )
 
 
 def _hooks(

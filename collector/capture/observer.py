@@ -16,6 +16,7 @@ of the passes whose gradients have arrived, the latest is repeated first.
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,7 +26,8 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from binade.collector.capture.adapters.layer import Layer, wrong_dtype
+from binade.collector.capture.adapters.layer import InstrumentError, Layer, wrong_dtype
+from binade.collector.capture.adapters.products import transformed
 from binade.collector.capture.clock import IN_FLIGHT, Moment, running_backward, seed_of
 from binade.collector.capture.measure import Measurer
 from binade.collector.capture.policy import Policy
@@ -122,6 +124,8 @@ class Hook:
     def begin(self) -> Call:
         """The call that begins now."""
         policy = self.policy
+        if transformed():
+            return self._transformed()
         if twin := policy.clock.twin:
             return twin(self)
         observing = None if policy.idle else self.observing
@@ -131,7 +135,7 @@ class Hook:
         # Without gradients this is the first pass of a checkpoint within another: gradients come with the next.
         last = not again or torch.is_grad_enabled()
         moment = self._repeated(last) if again else policy.begin()
-        if not again and self.layer.module.training and not moment.evaluation:
+        if not again and not moment.evaluation:
             while self.passed and self.passed[0].iteration != moment.iteration:
                 self.passed.popleft()
             self.passed.append(moment)
@@ -144,6 +148,17 @@ class Hook:
             return Call(self._fixed.rounding, tap)
         place = self.rank, moment.iteration, moment.micro_batch, self.layer.site.name, self.product.value
         return Call(self.rounding(part.formats, seed_of(self.seed, *place), again, not moment.evaluation), tap)
+
+    def _transformed(self) -> Call:
+        """A call in a transform of torch.func. Raises InstrumentError if it would be rounded."""
+        if any(part != Part() for _, part in self.stages):
+            raise InstrumentError(
+                f"{self.layer.name} runs in a transform of torch.func (vmap, grad, jvp), in which products are not "
+                f"rounded: leave it out with exclude=[{self.layer.name!r}]"
+            )
+        if self.observing:
+            warnings.warn("products in transforms of torch.func (vmap, grad, jvp) are not recorded", stacklevel=2)
+        return self._fixed
 
     def _repeated(self, last: bool) -> Moment:
         """The moment of the pass that is repeated: the latest of those whose gradients have arrived, because one

@@ -115,6 +115,8 @@ def survey(
             raise InstrumentError(
                 f"{candidate.name or 'the model'} is already instrumented: exit that `with` block first"
             )
+        elif any(left.get(module) == EXCLUDED and names_weight(module, candidate) for module, _ in candidate.others):
+            left.setdefault(candidate.module, "an excluded module multiplies by its weight")
         elif candidate.module not in left:
             attached = [candidate.attach, *(attach for module, attach in candidate.others if module not in left)]
             layers.setdefault(
@@ -123,6 +125,11 @@ def survey(
     return Survey(
         distinct(placed(modules, list(layers.values()))), left, refused, unseen, tuple(heads.values()), watched=not ours
     )
+
+
+def names_weight(module: nn.Module, layer: Layer) -> bool:
+    """Whether a module that contains the layer names it in an operand of a product, as in `self.dt_proj.weight @ x`."""
+    return torch_modules.multiplies_by(module, layer.name.rpartition(".")[2])
 
 
 def _attach_all(attached: Sequence[Attach], begin: Any) -> Detach:
@@ -257,7 +264,14 @@ class _Hook:
             self.function(*args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
-        return _Hook(lambda *args: None)
+        return _Hook(_nothing)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, (_nothing,)
+
+
+def _nothing(*_: Any) -> None:
+    """What a hook of a copy does."""
 
 
 @contextmanager

@@ -102,7 +102,7 @@ class Twins:
 
         with ExitStack() as undo:
             undo.enter_context(torch.random.fork_rng())
-            undo.enter_context(kept([b for model in self.models for b in model.buffers()]))
+            undo.enter_context(kept(self.models))
             undo.callback(setattr, self.passes.clock, "twin", None)
             self.passes.clock.twin = begin
             value = loss()
@@ -112,14 +112,18 @@ class Twins:
 
 
 @contextmanager
-def kept(buffers: Sequence[Tensor]) -> Iterator[None]:
-    """A context at whose end these tensors have the values that they had before."""
-    before = [buffer.clone() for buffer in buffers]
+def kept(models: Sequence[nn.Module]) -> Iterator[None]:
+    """A context at whose end these models have the buffers that they had before, with their values."""
+    modules = [module for model in models for module in model.modules()]
+    before = [(module._buffers, dict(module._buffers)) for module in modules if module._buffers]
+    values = [(buffer, buffer.clone()) for _, buffers in before for buffer in buffers.values() if buffer is not None]
     try:
         yield
     finally:
+        for current, buffers in before:  # a forward pass may put other tensors in their places
+            current.update(buffers)
         with torch.no_grad():
-            for buffer, value in zip(buffers, before, strict=True):
+            for buffer, value in values:
                 if not torch.equal(buffer, value):
                     buffer.copy_(value)
 

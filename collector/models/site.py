@@ -102,7 +102,7 @@ def site(name: str, module: str | None = None) -> tuple[Site, str]:
     at = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
     number = 0 if at is None else int(parts[at]) + 1
     below = parts if at is None else parts[at + 1 :]
-    expert = re.search(r"(?:^|\.)experts\.(\d+)\.", ".".join(below))
+    expert = re.search(r"(?:^|\.)experts\.(?:expert_)?(\d+)\.", ".".join(below))
     last = below[-1] if below else "linear"
     path = ".".join(part for i, part in enumerate(parts) if i != at) or last
     if module in ("core", ROUTER, SCALAR_GATE):
@@ -110,5 +110,7 @@ def site(name: str, module: str | None = None) -> tuple[Site, str]:
     lora = next((i for i, part in enumerate(below) if part.startswith("lora_")), len(below))
     ends = (".".join(below[start:lora]) for start in range(lora))
     word = next((WORDS[end] for end in ends if end in WORDS), below[lora - 1] if lora else last)
-    word = ".".join((word, *(part for part in below[lora:] if part != "default")))
+    word = ".".join(
+        (word, *(part for part in below[max(lora, 1) :] if part != "default")) if lora < len(below) else (word,)
+    )
     return Site(number, module or word, int(expert[1]) if expert else None), path

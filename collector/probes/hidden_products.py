@@ -12,7 +12,6 @@ from torch import Tensor
 from binade.collector.capture.adapters.layer import Layer
 from binade.collector.capture.adapters.products import applying_function
 from binade.collector.capture.clock import Moment
-from binade.collector.models.site import Site
 from binade.collector.probes.probe import Finding, Observation, Probe, Recording
 from binade.data.tensor_kinds import Product
 
@@ -21,12 +20,12 @@ class HiddenProducts(Probe):
     """A linear layer multiplies within the forward method of an autograd function, with gradients off. If its weight
     has a gradient though no backward product was seen, that function computes them itself."""
 
-    observes = frozenset(("grad",))
+    observes = frozenset(("grad", "grad_b"))
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
-        self.seen: set[Site] = set()  # the layers whose backward products were seen in this iteration
-        self.hidden: dict[str, int] = {}  # by site: the iteration in which the weight had a gradient without one
+        self.seen: set[str] = set()  # by site: the layers whose backward products were seen in this iteration
+        self.with_gradient: dict[str, int] = {}  # by site: the iteration in which the weight had a gradient
         self.named: set[str] = set()
 
     def before_product(self, layer: Layer, product: Product, moment: Moment) -> None:
@@ -38,16 +37,17 @@ class HiddenProducts(Probe):
 
         def arrived(_: Tensor) -> None:
             handle.remove()
-            if layer.site not in self.seen:
-                self.hidden.setdefault(layer.site.name, moment.iteration)
+            self.with_gradient.setdefault(layer.site.name, moment.iteration)
 
         handle = weight.register_hook(arrived)  # type: ignore[no-untyped-call]
 
     def observe(self, observed: Observation) -> None:
-        self.seen.add(observed.layer.site)
+        self.seen.add(observed.layer.site.name)
 
     def end_iteration(self, iteration: int) -> None:
-        hidden, self.hidden = {name: at for name, at in self.hidden.items() if name not in self.named}, {}
+        known = self.named | self.seen
+        hidden = {name: at for name, at in self.with_gradient.items() if name not in known}
+        self.with_gradient.clear()
         self.seen.clear()
         self.named |= hidden.keys()
         if hidden:

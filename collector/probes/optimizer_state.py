@@ -136,7 +136,7 @@ class StateRounder(Probe):
             if not torch.equal(_rounded(before, stored, seeds[WEIGHT]), before):
                 return
         site, changes = self.sites[parameter], update != 0
-        lost = (changes & (weight == before)).sum() / changes.sum().clamp(min=1)
+        lost = (changes & (weight == before)).sum().float() / changes.sum().clamp(min=1)
         self.recording.keep(LOST, lost.reshape(1), site, "optimizer")
         if knows:
             rounded = muon()

@@ -4,12 +4,18 @@ or its updates are smaller than a step of the weight's dtype.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from weakref import WeakKeyDictionary
 
+from torch.optim.optimizer import Optimizer
+
+from binade.collector.capture.adapters.layer import Layer
+from binade.collector.capture.clock import parameters_of
 from binade.collector.models.site import Site
-from binade.collector.probes.probe import Finding, Probe, Recording
+from binade.collector.probes.probe import Finding, Observation, Probe, Recording
 from binade.data.segment import TensorRow
-from binade.data.tensor_kinds import Operation
+from binade.data.tensor_kinds import Operation, Product
 
 STEPS = 3  # of which no weight changes in any: in one, the learning rate may be 0, or the step was skipped
 
@@ -17,11 +23,36 @@ Values = tuple[float, ...]  # statistics that are the same for the same values
 
 
 class UnchangedWeights(Probe):
+    """Of several optimizers, some step less often: a weight is judged once its own has stepped, and one that no torch
+    optimizer holds, where there are some, after STEPS comparisons."""
+
+    observes = frozenset(("b",))
+
     def __init__(self, recording: Recording) -> None:
+        self.recording = recording
+        self.layers: dict[str, Layer] = {}
+        self.held: WeakKeyDictionary[Optimizer, tuple[str, ...]] = WeakKeyDictionary()  # the weights, by site
+        self.stepped: dict[str, int] = {}  # by site: the iteration of the last step of an optimizer with the weight
+        self.step_before: dict[tuple[str, int], int | None] = {}  # the same, where a forward pass took the weight
+        self.waiting: Counter[str] = Counter()  # by site: successive comparisons without a change or a step
         self.before: dict[str, tuple[int, Values]] = {}  # by site: the last iteration, and the weight's values
         self.with_gradient: set[str] = set()
         self.named: set[str] = set()
         self.still = 0  # successive recorded steps in which no weight has changed
+
+    def observe(self, observed: Observation) -> None:
+        if observed.product is Product.LINEAR and not observed.again:
+            name = observed.layer.site.name
+            if name not in self.layers:
+                self.layers[name] = observed.layer
+                self.held.clear()
+            self.step_before.setdefault((name, observed.moment.iteration), self.stepped.get(name))
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        if optimizer not in self.held:
+            held = set(map(id, parameters_of(optimizer)))
+            self.held[optimizer] = tuple(name for name, layer in self.layers.items() if id(layer.weight) in held)
+        self.stepped.update(dict.fromkeys(self.held[optimizer], self.recording.clock.iteration))
 
     def see(self, rows: Sequence[TensorRow]) -> Iterator[Finding]:
         unchanged: dict[str, int] = {}  # by site: since which iteration
@@ -36,10 +67,13 @@ class UnchangedWeights(Probe):
             before = self.before.get(name)
             if before and before[0] == kind.iteration:
                 continue
+            step = self.step_before.pop((name, kind.iteration), None)
             if before and name in self.with_gradient:
-                if before[1] == values:
+                if before[1] != values:
+                    changed = True
+                    self.waiting.pop(name, None)
+                elif self._is_due(name, before[0], step):
                     unchanged[name] = before[0]
-                changed |= before[1] != values
             self.with_gradient.discard(name)
             self.before[name] = kind.iteration, values
         self.with_gradient |= {
@@ -56,6 +90,13 @@ class UnchangedWeights(Probe):
                 "its dtype?"
             )
             yield Finding(iteration, text, f"{new[0]} weight")
+
+    def _is_due(self, name: str, first: int, step: int | None) -> bool:
+        """Whether a weight should have changed since this iteration. step: the iteration of its last step."""
+        if not self.stepped or (step is not None and step >= first):
+            return True
+        self.waiting[name] += 1
+        return step is None and self.waiting[name] >= STEPS
 
 
 def _name(row: TensorRow) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from binade.collector.capture.adapters.layer import InstrumentError, is_a
+from binade.collector.capture.adapters.layer import InstrumentError, is_a, weight_of
 from binade.collector.models.parallel import ColumnParallelLinear, RowParallelLinear, heads_shard, linear_shard
 from binade.collector.ranks import RankGroup
 from binade.data.segment import Shard
@@ -115,14 +115,13 @@ def core_shard_of(module: nn.Module, name: str) -> Shard:
 
 def _division(module: Any) -> tuple[RankGroup, int | None]:
     """The ranks that the module's weight is divided among, and along which of its axes."""
-    if not is_dtensor(module.weight):
+    weight: Any = weight_of(module)
+    if not is_dtensor(weight):
         return RankGroup(), None
-    divided = [(at, place.dim) for at, place in enumerate(module.weight.placements) if place.is_shard()]
+    divided = [(at, place.dim) for at, place in enumerate(weight.placements) if place.is_shard()]
     if len(divided) > 1:
-        raise InstrumentError(
-            f"a weight is sharded along two mesh dimensions, as {module.weight.placements}: expected one"
-        )
-    return next(((RankGroup(module.weight.device_mesh.get_group(at)), dim) for at, dim in divided), (RankGroup(), None))
+        raise InstrumentError(f"a weight is sharded along two mesh dimensions, as {weight.placements}: expected one")
+    return next(((RankGroup(weight.device_mesh.get_group(at)), dim) for at, dim in divided), (RankGroup(), None))
 
 
 def _of_replica(shard: Shard, group: RankGroup) -> Shard:

@@ -12,13 +12,21 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from fnmatch import fnmatchcase
 from types import FrameType
 from typing import Any, Self
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from binade.collector.capture.adapters.layer import FIRST_PASS, Findings, InstrumentError, Layer, refusal
+from binade.collector.capture.adapters.layer import (
+    FIRST_PASS,
+    Findings,
+    InstrumentError,
+    Layer,
+    numbers_left_out,
+    refusal,
+)
 from binade.collector.capture.adapters.products import Interception, tensors_in
 from binade.collector.capture.adapters.weights import GROUPED, PRODUCTS, WeightNames, WeightSource, is_linear
 from binade.data.tensor_kinds import Product
@@ -93,10 +101,17 @@ class FirstPass(Interception):
         name = self.names[module] if module else (weight or "").rpartition(".")[0]
         what = f"with {weight}" if weight else f"of activations {[list(x.shape) for x in operands[:2]]}"
         not_there = "that is not intercepted: neither quantized nor recorded"
+        path = self._pattern(module, name)
         named = (
-            "" if weight else f"; if it attends, name it: cores=[{name!r}], else declare it: products={{{name!r}: ...}}"
+            "" if weight else f"; if it attends, name it: cores=[{path!r}], else declare it: products={{{path!r}: ...}}"
         )
         self.findings.refused.setdefault(name, f"computes a product {what} by {func.__name__} {not_there}{named}")
+
+    def _pattern(self, module: nn.Module | None, name: str) -> str:
+        """A module's path, with * for its numbers if all modules that this matches are of its class."""
+        pattern = numbers_left_out(name)
+        alike = (other for other, path in self.names.items() if fnmatchcase(path, pattern))
+        return pattern if all(type(other) is type(module) for other in alike) else name
 
 
 class CurrentWeights(WeightNames):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -46,7 +47,8 @@ def find(model: nn.Module) -> Iterator[Layer | Refused]:
 
 def _heads(model: nn.Module) -> set[Any]:
     getters = (getattr(module, "get_output_embeddings", None) for module in model.modules())
-    heads = (getter() for getter in getters if callable(getter))
+    output_heads = (getter() for getter in getters if callable(getter))
+    heads = chain.from_iterable(head if isinstance(head, nn.ModuleList) else (head,) for head in output_heads)
     return {getattr(head, "base_layer", head) for head in heads}  # PEFT wraps it
 
 

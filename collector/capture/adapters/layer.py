@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import update_wrapper
 from threading import Lock, local
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -67,13 +68,20 @@ class Layer:
 
     @property
     def weight(self) -> Tensor | None:
-        """Its weight now, which FSDP replaces; None for a module without one of that name."""
-        weight: Tensor | None = getattr(self.module, "weight", None)
-        return weight
+        """As `weight_of`."""
+        return weight_of(self.module)
 
     @property
     def is_core(self) -> bool:
         return Product.QK in self.products
+
+
+def weight_of(module: nn.Module) -> Tensor | None:
+    """The weight that a module holds now, which FSDP replaces; None if it has none of that name, or computes it each
+    time that it is asked for it, as a parametrized module does: that may change its state."""
+    computed = "weight" in getattr(module, "parametrizations", ())
+    weight: Tensor | None = None if computed else getattr(module, "weight", None)
+    return weight
 
 
 def wrong_dtype(layer: Layer, dtype: torch.dtype) -> InstrumentError:
@@ -178,6 +186,11 @@ class _Replacement:
         if self._before is not None:
             return deepcopy(self._before, memo)
         return getattr(type(copied), self._name).__get__(copied)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # torch.save keeps the original method, too, and nothing of ours
+        if self._before is not None:
+            return getattr, (SimpleNamespace(method=self._before), "method")
+        return getattr, (self._module, self._name)
 
 
 def set_on(module: nn.Module, name: str, value: Callable[..., Any]) -> Detach:

@@ -7,12 +7,14 @@ as views, whose gradient is this product's share alone.
 
 from __future__ import annotations
 
+import dis
 import sys
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
-from types import FrameType
+from dataclasses import fields, is_dataclass, replace
+from functools import lru_cache
+from types import CodeType, FrameType
 from typing import Any, Self
 
 import torch
@@ -41,6 +43,12 @@ class _Computing(threading.local):
 
 computing = _Computing()
 INTERCEPTED = "intercepted"  # the name of functions that run a method under an Interception
+
+
+def transformed() -> bool:
+    """Whether a transform of torch.func (vmap, grad, jvp) is running: its tensors have no values to record, and their
+    products no backward GEMMs to round."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def applying_function() -> bool:
@@ -85,12 +93,24 @@ class Interception(TorchFunctionMode):
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
-    """The tensors of nested tuples, lists and mappings."""
+    """The tensors of nested tuples, lists, mappings and dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple, Mapping)):
         for member in value.values() if isinstance(value, Mapping) else value:
             yield from tensors_in(member)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from tensors_in(getattr(value, field.name, None))
+
+
+@lru_cache(maxsize=4096)
+def names_in(code: CodeType) -> frozenset[str]:
+    """The names that the code uses but for local ones, with those of the functions that are written in it; "@" is the
+    operator."""
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    operators = {"@"} if any(instruction.argrepr == "@" for instruction in dis.get_instructions(code)) else set()
+    return frozenset(operators.union(code.co_names, *map(names_in, inner)))
 
 
 def linear(original: Product, x: Tensor, weight: Tensor, call: Call, bias: Tensor | None = None) -> Tensor:
@@ -177,16 +197,17 @@ def listen_to_result(y: Tensor, tap: Tap) -> None:
         return
     base = y._base
     if base is None or base.grad_fn is None or base.numel() != y.numel() or not base.is_contiguous():
-        y.register_hook(_observer(tap, "grad"))  # type: ignore[no-untyped-call]
-        return
+        base = y
     # A product of three axes is a view of one of two. Modified in place (F.relu(y, inplace=True)) it would lose its own
     # place in the graph, and a hook with it; what it is a view of keeps its.
-    shape, stride, number = y.shape, y.stride(), base.output_nr
+    shape, stride, number, is_view = y.shape, y.stride(), base.output_nr, base is not y
 
     def observe(gradients: tuple[Tensor, ...]) -> None:
-        tap(Observed("grad", gradients[number].detach().contiguous().as_strided(shape, stride)))
+        gradient = gradients[number].detach()
+        tap(Observed("grad", gradient.contiguous().as_strided(shape, stride) if is_view else gradient))
 
-    base.grad_fn.register_prehook(observe)
+    node: Any = base.grad_fn
+    node.register_prehook(observe)  # which runs after the hooks of the tensor: they may change the gradient
 
 
 def _observer(tap: Tap, name: str) -> Callable[[Tensor], None]:

@@ -18,7 +18,6 @@ it.
 from __future__ import annotations
 
 import ast
-import dis
 import inspect
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -35,6 +34,7 @@ from binade.collector.capture.adapters.attention import SdpaMode, core_forward
 from binade.collector.capture.adapters.boundary import multiplies_itself
 from binade.collector.capture.adapters.dtensor import core_shard_of, shard_of
 from binade.collector.capture.adapters.layer import Layer, Refused, is_a, replaces, whole
+from binade.collector.capture.adapters.products import names_in
 from binade.collector.capture.adapters.weights import NAMES, OWN_KERNELS, OwnProducts, functional_linear, is_linear
 from binade.collector.models.parallel import Begin
 from binade.collector.models.site import HEAD, path_parts, site
@@ -69,16 +69,22 @@ def find(model: nn.Module) -> Iterator[Layer | Refused]:
         if reason := _refusal(module):
             yield Refused(name, reason)
             inside = f"{name}." if name else "."
-        elif isinstance(module, nn.Linear):
-            layer = linear_layer(name, module)
+            continue
+        if isinstance(module, nn.Linear):
+            layer, parts = linear_layer(name, module), list[Layer]()
+            if type(module).forward is not nn.Linear.forward:  # it may have LoRA's parts
+                owner = OwnProducts(name, module, is_linear=True)
+                parts = [part for part in _own(modules, shapes, name, owner) if part.part]
+                layer = replace(layer, attach=partial(owner.attach, "weight", 0)) if parts else layer
             is_head = module in output
             for parent, weight in multiplying(modules, name):
                 owner = owners.setdefault(parent, OwnProducts(parent, modules[parent]))
                 other = modules[parent], partial(owner.attach, weight, 0)
                 layer = replace(layer, others=(*layer.others, other))
-            if word := router_word(modules, shapes, name, module.out_features):
+            if word := router_word(modules, shapes, name, module.out_features, module.in_features):
                 layer = replace(layer, site=replace(layer.site, module=word), path=f"{layer.path}.{word}")
             yield replace(layer, site=HEAD, is_head=True) if is_head else layer
+            yield from parts
             continue
         if calls(module, ATTENTION):
             yield core_layer(name, module, SdpaMode)
@@ -96,25 +102,35 @@ def heads(modules: Mapping[str, nn.Module]) -> set[nn.Module]:
     layer ("heads.1") may be. LoRA's parts are none.
     """
     tables = [module for module in modules.values() if isinstance(module, nn.Embedding)]
-    weights = {table.weight for table in tables}
-    shapes = {(table.num_embeddings, table.embedding_dim) for table in tables}
+    weights = {vars(table)["_parameters"].get("weight") for table in tables} - {None}
+    most = max((table.num_embeddings for table in tables), default=0)  # positions and types of tokens are fewer
+    shapes = {(most, table.embedding_dim) for table in tables if table.num_embeddings == most}
     vocabularies = {outputs for outputs, width in shapes if outputs != width}
     linears = {
         name: module
         for name, module in modules.items()
         if isinstance(module, nn.Linear) and not any(part.startswith("lora_") for part in path_parts(name))
     }
+    logits = {shape for shape in shapes if shape[0] > shape[1]}
     output_layers: set[nn.Module] = {
-        module for name, module in linears.items() if module.weight in weights or path_parts(name)[-1:] in HEADS
+        module
+        for name, module in linears.items()
+        if vars(module)["_parameters"].get("weight") in weights
+        or any([part] in HEADS for part in path_parts(name))
+        or (not _is_in_block(name) and (module.out_features, module.in_features) in logits)
     }
     last = True
     for name, module in reversed(linears.items()):
-        inside = any(part.isdecimal() for part in path_parts(name)[:-1])
+        inside = _is_in_block(name)
         shape = module.out_features, module.in_features
         last = last and not inside and (shape in shapes or (not output_layers and shape[0] in vocabularies))
         if last:
             output_layers.add(module)
     return output_layers
+
+
+def _is_in_block(name: str) -> bool:
+    return any(part.isdecimal() for part in path_parts(name)[:-1])
 
 
 def own_shapes(modules: Iterable[nn.Module]) -> Shapes:
@@ -136,7 +152,7 @@ def _own(modules: dict[str, nn.Module], shapes: Shapes, name: str, owner: OwnPro
     experts = {shape[0] for shape in shapes[module].values() if len(shape) == 3}  # whose biases have two axes
     for weight, shape in shapes[module].items():
         if len(shape) == 2 and weight == "weight":
-            where, path = site(name, router_word(modules, shapes, name, shape[0]))
+            where, path = site(name, router_word(modules, shapes, name, *shape))
             yield Layer(name, module, where, whole, partial(owner.attach, weight, 0), path)
         elif len(shape) == 2 and min(shape) > 1 and shape[0] not in experts and multiplies_by(module, weight):
             where, path = site(f"{name}.{weight}")
@@ -174,18 +190,18 @@ def multiplying(modules: dict[str, nn.Module], name: str) -> Iterator[tuple[str,
         child = parent
 
 
-def router_word(modules: dict[str, nn.Module], shapes: Shapes, name: str, outputs: int) -> str | None:
+def router_word(modules: dict[str, nn.Module], shapes: Shapes, name: str, outputs: int, inputs: int) -> str | None:
     """The module of ROUTERS that this layer is, if any. A gate has a single output and is in a block; LoRA's layers of
     rank 1 are none."""
     parts = path_parts(name)
     if outputs == 1 and any(map(str.isdecimal, parts[:-1])) and not any(part.startswith("lora_") for part in parts):
         return SCALAR_GATE
-    return ROUTER if is_router(modules, shapes, name, outputs) else None
+    return ROUTER if is_router(modules, shapes, name, outputs, inputs) else None
 
 
-def is_router(modules: dict[str, nn.Module], shapes: Shapes, name: str, outputs: int) -> bool:
+def is_router(modules: dict[str, nn.Module], shapes: Shapes, name: str, outputs: int, inputs: int) -> bool:
     """Whether this layer chooses among experts: a module of its block that contains it owns as many experts, in a list
-    of that name or as stacked weights."""
+    of that name or as stacked weights, which have an axis for what the layer takes."""
     parts = name.split(".")
     for length in reversed(range(len(parts))):
         owner = modules.get(".".join(parts[:length]))
@@ -193,8 +209,10 @@ def is_router(modules: dict[str, nn.Module], shapes: Shapes, name: str, outputs:
             continue
         others = {last: child for last, child in owner.named_children() if last != parts[length]}
         owners = [module for module in (owner, *others.values()) if not isinstance(module, NOT_PRODUCTS)]
-        stacked = [shape[0] for module in owners for shape in shapes[module].values() if len(shape) == 3]
-        listed = [sum(1 for _ in child.children()) for last, child in others.items() if "expert" in last]
+        whole_shapes = [shape for module in owners for shape in shapes[module].values()]
+        stacked = [shape[0] for shape in whole_shapes if len(shape) == 3 and inputs in shape[1:]]
+        experts = [child.children() for last, child in others.items() if "expert" in last]
+        listed = [sum(any(True for _ in expert.parameters()) for expert in children) for children in experts]
         if outputs > 1 and outputs in (*stacked, *listed):
             return True
         if length and parts[length - 1].isdecimal():
@@ -221,7 +239,7 @@ def calls(module: nn.Module, *words: str | frozenset[str]) -> bool:
     """Whether one of the module's own methods, or a function that they reach by name, uses each of these names, or
     one name of each set; "@" is the operator."""
     wanted = [{word} if isinstance(word, str) else word for word in words]
-    return any(all(names & _names(function.__code__) for names in wanted) for function in _code_of(module))
+    return any(all(names & names_in(function.__code__) for names in wanted) for function in _code_of(module))
 
 
 def multiplies_by(module: nn.Module, weight: str) -> bool:
@@ -251,12 +269,12 @@ def applies_function(module: nn.Module, child: str) -> bool:
     """Whether the module's own methods, or functions that they reach, name a child of the module and an autograd
     function that is not torch's."""
     code = _code_of(module)
-    names = any(child in _names(function.__code__) for function in code if function.__name__ != "__init__")
+    names = any(child in names_in(function.__code__) for function in code if function.__name__ != "__init__")
     return names and any(_applies(function, type(module)) for function in code)
 
 
 def _applies(function: FunctionType, kind: type[nn.Module]) -> bool:
-    names = _names(function.__code__)
+    names = names_in(function.__code__)
     near = [space[name] for space in (function.__globals__, vars(kind)) for name in names if name in space]
     near += [vars(space).get(name) for space in near if isinstance(space, ModuleType) for name in names]
     owners = (getattr(value, "__self__", value) for value in near)  # of a name for `Function.apply`, too
@@ -289,7 +307,7 @@ def _reached(start: type[nn.Module] | FunctionType) -> tuple[FunctionType, ...]:
         if not isinstance(function, FunctionType) or function.__code__ in functions:
             continue
         functions[function.__code__] = function
-        names = _names(function.__code__)
+        names = names_in(function.__code__)
         near = [function.__globals__[name] for name in names if name in function.__globals__]
         for cell in function.__closure__ or ():
             with suppress(ValueError):  # it is empty
@@ -304,14 +322,6 @@ def _foreign(value: Any) -> bool:
     """Whether this belongs to torch or transformers, whose functions are known."""
     name = value.__module__ if isinstance(value, (FunctionType, type)) else getattr(value, "__name__", "")
     return str(name).partition(".")[0] in ("torch", "transformers")
-
-
-@lru_cache(maxsize=4096)
-def _names(code: CodeType) -> frozenset[str]:
-    """The names that the code uses but for local ones, with those of the functions that are written in it."""
-    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
-    operators = {"@"} if any(instruction.argrepr == "@" for instruction in dis.get_instructions(code)) else set()
-    return frozenset(operators.union(code.co_names, *map(_names, inner)))
 
 
 def linear_layer(name: str, module: nn.Linear) -> Layer:

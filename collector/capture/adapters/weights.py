@@ -44,6 +44,7 @@ from binade.collector.capture.adapters.products import (
     Product,
     computing,
     linear,
+    names_in,
     observed_product,
     tensors_in,
 )
@@ -238,7 +239,7 @@ def _computing_methods(kind: type[nn.Module]) -> list[str]:
     others = (
         name
         for name, method in methods.items()
-        if isinstance(method, FunctionType) and not name.startswith("__") and NAMES & {*method.__code__.co_names}
+        if isinstance(method, FunctionType) and not name.startswith("__") and NAMES & names_in(method.__code__)
     )
     return list(dict.fromkeys(("forward", *others)))
 
