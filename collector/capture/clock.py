@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -22,9 +23,12 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from binade.collector.capture.adapters.products import tensors_in, transformed
 from binade.collector.models.parallel import Call
+from binade.quant.gemm import Rounding
+from binade.quant.specs import GemmFormats
 
 # Forward passes of a layer that may still be recomputed: as many micro-batches as a pipeline has in flight at most.
 IN_FLIGHT = 1024
+PIPELINE, INFERENCES = "torch.distributed.pipelining.stage", ("_forward_metadata_inference", "_shape_inference")
 PASSES_BEFORE_WARNING = 64  # forward and backward passes without an update of the model
 
 
@@ -101,6 +105,7 @@ class PassCounter:
         self.iteration: int | None = None
         self.passes = Counter[bool]()  # of this iteration: trainings, and evaluations (True)
         self.evaluation = False  # whether the last pass was one
+        self.of_shapes = False  # within a pass by which torch's pipelines learn shapes
         self.called: set[nn.Module] = set()  # the parts that were called in this pass, if it is one of parts
 
     @contextmanager
@@ -121,7 +126,12 @@ class PassCounter:
     def begin(self, module: nn.Module, given: object) -> None:
         """The forward of the model, or of a part that the training loop calls, begins with these arguments."""
         clock = self.clock
+        if self.of_shapes:  # that raised
+            self.of_shapes, clock.twin = False, None
         if clock.twin or transformed():
+            return
+        if infers_shapes():
+            self.of_shapes, clock.twin = True, _as_it_is
             return
         # A checkpoint (reentrant) around the model runs it without gradients at first, on inputs that require some.
         without = not torch.is_grad_enabled() and not any(x.requires_grad for x in tensors_in(given))
@@ -161,6 +171,9 @@ class PassCounter:
 
     def end(self, result: Any) -> None:
         """A forward has ended. Note when its result's gradients arrive: then its layers may be recomputed."""
+        if self.of_shapes:
+            self.of_shapes, self.clock.twin = False, None
+            return
         if self.clock.twin or transformed():
             return
         moment, arrived = self.moment(), self.clock.arrived
@@ -180,6 +193,21 @@ class PassCounter:
 def parameters_of(optimizer: Optimizer) -> Iterator[Any]:
     """What an optimizer updates, of all its groups."""
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def infers_shapes() -> bool:
+    """Whether torch.distributed.pipelining runs a stage on memory that nothing was written to, to learn its shapes."""
+    if PIPELINE not in sys.modules:
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name not in INFERENCES:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _as_it_is(_: Any) -> Call:
+    """A call that is neither rounded nor recorded."""
+    return Call(Rounding(GemmFormats()))
 
 
 def gradient_of(weight: nn.Parameter) -> Tensor | None:

@@ -8,6 +8,7 @@ from binade.collector.capture.instrumented import Instrumented
 from binade.collector.probes.deoscillation import Deoscillator
 from binade.collector.probes.gradient_sums import GradientSums
 from binade.collector.probes.hidden_products import HiddenProducts
+from binade.collector.probes.missed_weights import MissedWeights
 from binade.collector.probes.optimizer_state import StateRounder
 from binade.collector.probes.probe import Probe, Recording
 from binade.collector.probes.provenance import FirstNonFinite
@@ -28,6 +29,7 @@ OF_A_MODEL: tuple[Callable[[Instrumented], Probe | None], ...] = (
     StateRounder.of,
     Deoscillator.of,
     FirstNonFinite.of,
+    MissedWeights.of,
 )
 
 

@@ -96,10 +96,10 @@ def find(model: nn.Module) -> Iterator[Layer | Refused]:
 def heads(modules: Mapping[str, nn.Module]) -> set[nn.Module]:
     """The linear layers that compute the logits, whatever they are called.
 
-    Such a layer shares its weight with an embedding, or has a usual name, or comes last: no other linear layer follows
-    it, except others like it, and it has the shape [vocabulary, width] of an embedding, or as many outputs as the
-    vocabulary if its width differs. A linear layer in a numbered layer ("layers.3.up") is none, but a numbered linear
-    layer ("heads.1") may be. LoRA's parts are none.
+    Such a layer shares its weight with an embedding, or has a usual name, or the shape [vocabulary, width] of an
+    embedding, if no layer takes as many inputs. If one does, or only the number of outputs is the vocabulary's, it must
+    come last: no other linear layer follows it, except others like it. A linear layer in a numbered layer
+    ("layers.3.up") is none, but a numbered linear layer ("heads.1") may be. LoRA's parts are none.
     """
     tables = [module for module in modules.values() if isinstance(module, nn.Embedding)]
     weights = {vars(table)["_parameters"].get("weight") for table in tables} - {None}
@@ -111,7 +111,8 @@ def heads(modules: Mapping[str, nn.Module]) -> set[nn.Module]:
         for name, module in modules.items()
         if isinstance(module, nn.Linear) and not any(part.startswith("lora_") for part in path_parts(name))
     }
-    logits = {shape for shape in shapes if shape[0] > shape[1]}
+    taken = {module.in_features for module in linears.values()}
+    logits = {shape for shape in shapes if shape[0] > shape[1] and shape[0] not in taken}
     output_layers: set[nn.Module] = {
         module
         for name, module in linears.items()

@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.func import functional_call, grad, jvp, stack_module_state, vmap
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
@@ -450,3 +452,71 @@ def test_gradients_that_a_fused_function_computes_and_that_are_recorded_are_not_
             model(X).square().mean().backward()
             optimizer.step()
     assert not events(tmp_path) and "up" in set(rows(tmp_path, values=False, tensor_name="grad_weight")["module"])
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8(rounding=stochastic)"])
+def test_a_pass_by_which_a_pipeline_learns_shapes_is_not_of_the_training(tmp_path: Path, recipe: str):
+    """torch.distributed.pipelining runs each stage once on memory that nothing was written to."""
+
+    def trained(shapes_known: bool) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+        optimizer, losses = torch.optim.SGD(model.parameters(), 0.1), []
+
+        def loss_of(y: Tensor, target: Tensor) -> Tensor:
+            loss = (y - target).square().mean()
+            losses.append(loss.item())
+            return loss
+
+        stage = PipelineStage(model, 0, 1, torch.device("cpu"))
+        schedule = Schedule1F1B(stage, 2, loss_fn=loss_of)
+        if shapes_known:
+            schedule.step(X, target=torch.zeros_like(X))
+            optimizer.zero_grad()
+        root = tmp_path / str(shapes_known)
+        with Recorder(root) as recorder, instrument(model, recipe, recorder, backend="torch"):
+            del losses[:]
+            for _ in range(2):
+                schedule.step(X, target=torch.zeros_like(X))
+                optimizer.step()
+                optimizer.zero_grad()
+        counts = rows(root, values=False, tensor_name="output").groupby(["iteration", "micro_batch"]).size()
+        assert counts.to_dict() == {(0, 0): 2, (0, 1): 2, (1, 0): 2, (1, 1): 2}
+        return losses[-4:]
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert trained(shapes_known=False) == trained(shapes_known=True)
+    finally:
+        dist.destroy_process_group()
+
+
+class Chunked(nn.Module):
+    """The logits are computed by a convolution of width 1, or by the training loop."""
+
+    def __init__(self, convolved: bool) -> None:
+        super().__init__()
+        self.up, self.logits, self.convolved = nn.Linear(32, 16), nn.Linear(16, 4, bias=False), convolved
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        return F.conv1d(h[..., None], self.logits.weight[..., None])[..., 0] if self.convolved else h
+
+
+@pytest.mark.parametrize("case", ["convolution", "loop", "called", "frozen", "not recorded"])
+def test_a_weight_that_is_multiplied_out_of_sight_is_named_once(tmp_path: Path, case: str):
+    torch.manual_seed(0)
+    model = Chunked(case == "convolution")
+    model.logits.weight.requires_grad_(case != "frozen")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    iterations = 0 if case == "not recorded" else None
+    with Recorder(tmp_path, iterations=iterations) as recorder, instrument(model, "bf16", recorder):
+        for _ in range(2):
+            y = model(X)
+            if case != "convolution":
+                y = model.logits(y) if case == "called" else F.linear(y, model.logits.weight)
+            y.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    named = [text for text in events(tmp_path) if text.startswith("layer0.logits weight has a gradient, but no prod")]
+    assert events(tmp_path) == named and len(named) == (case in ("convolution", "loop"))
