@@ -182,11 +182,11 @@ class RecipeRuns:
         return evidence.mean(GAP, self.added.values())
 
 
-def by_recipe(costs: pd.DataFrame) -> list[RecipeRuns]:
-    """`costs` by recipe and settings, the largest |mean gap| first."""
-    recipes = []
+def by_recipe(costs: pd.DataFrame, oldest_first: Sequence[str]) -> list[RecipeRuns]:
+    """`costs` by recipe and settings, the largest |mean gap| first. oldest_first: the run_ids."""
+    recipes, place = [], {run_id: at for at, run_id in enumerate(oldest_first)}
     for (name, _), runs in costs.groupby(["name", "settings"], sort=False):
-        runs = runs.sort_values("run_id").drop_duplicates("start", keep="last")
+        runs = runs.sort_values("run_id", key=lambda ids: ids.map(place)).drop_duplicates("start", keep="last")
         newest = runs.iloc[-1]
         label = newest["label"] if len(runs) == 1 else str(name)
         gaps = dict(zip(runs["start"], runs["gap"], strict=True))
@@ -332,7 +332,7 @@ def compare(table: pd.DataFrame, losses: Losses, base: str = BF16) -> Comparison
     and references. base: what the references are; other than bf16 it has no bands."""
     gaps = loss_gaps(table, losses)
     runs = costs(gaps, table)
-    recipes = by_recipe(runs)
+    recipes = by_recipe(runs, table["run_id"].tolist())
     bands = bands_of(recipes, table, losses, gaps) if base == BF16 else {}
     return Comparison(table, gaps, runs, tuple(recipes), bands, base)
 

@@ -761,7 +761,7 @@ class TestRecipes:
         columns = ["run_id", "name", "settings", "start", "gap", "only", "spec"]
         costs = pd.DataFrame(rows, columns=columns).assign(label=lambda table: table["name"] + table["run_id"])
         costs = costs.assign(first=costs["gap"] / 2, added=math.nan)
-        qk, pv = comparison.by_recipe(costs)
+        qk, pv = comparison.by_recipe(costs, costs["run_id"].tolist())
         assert (qk.label, pv.label) == ("QK_mxfp4b", "PV_mxfp4") and pv.gaps == {"1": 0.1, "2": 0.4}
         assert pv.first == {"1": 0.05, "2": 0.2} and pv.added == {}
         expected = stats.ttest_1samp([0.1, 0.4], 0).confidence_interval(0.95)

@@ -255,6 +255,9 @@ class WrittenMode(SdpaMode):
             self.attended += 1
             if self.attended == 1:
                 return self._scores(written)
+            if self.attended > 2:  # which of them are QKᵀ and PV is not known
+                refuse(self.name, self.module, "made more than two products of its own, so it is no core of attention")
+                return func(*args, **kwargs)
             self._see(self.unscaled)
             probs = next(x for x in tensors_in((args, kwargs)) if x.dim() > 2)
             before = written.a if (kept := self.before_dropout(probs)) is probs else kept.permute(*written.order_a)

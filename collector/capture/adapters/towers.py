@@ -30,7 +30,7 @@ def placed(modules: Mapping[str, nn.Module], layers: Sequence[Layer]) -> list[La
     lists = [name for name, module in modules.items() if _is_of_blocks(module)]
     if not lists:
         return list(layers)
-    towers = {name: _tower(name) for name in lists}
+    towers = _towers(lists)
     main = next((tower for tower in MAIN if tower in towers.values()), None)
     if len({*towers.values()}) == 1:
         towers = dict.fromkeys(towers, main := "")
@@ -45,8 +45,17 @@ def _is_of_blocks(module: nn.Module) -> bool:
     return bool(blocks)
 
 
-def _tower(path: str) -> str:
-    return next((tower for tower, words in TOWERS.items() if re.search(words, path.lower())), "")
+def _towers(lists: Sequence[str]) -> dict[str, str]:
+    """The tower of each list of blocks by its path: the first of TOWERS that it names, or the second of lists that
+    these tell apart, as of text_encoder.layers and text_decoder.layers."""
+    words = {path: [tower for tower, word in TOWERS.items() if re.search(word, path.lower())] for path in lists}
+    towers = {path: named[0] if named else "" for path, named in words.items()}
+    for tower in {*towers.values()}:
+        alike = [path for path in lists if towers[path] == tower]
+        seconds = {words[path][1] for path in alike if len(words[path]) > 1}
+        if len(seconds) == len(alike) > 1:
+            towers |= {path: words[path][1] for path in alike}
+    return towers
 
 
 def _placed(layer: Layer, towers: Mapping[str, str], main: str | None) -> Layer:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from transformers import DebertaV2Config, DebertaV2Model
 
 from binade.collector import coverage, instrument
 from binade.collector.capture.adapters.layer import InstrumentError
@@ -164,3 +165,16 @@ def test_a_linear_recipe_refuses_no_attention(tmp_path):
         model(x)
     with pytest.raises(InstrumentError, match=r"cores='\*\.nope' matches no module"):
         instrument(model, "mxfp8", cores=["*.nope"]).__enter__()
+
+
+def test_a_core_with_more_products_than_two_is_refused_when_it_is_only_recorded_too(tmp_path):
+    """DeBERTa's attention multiplies by positions as well: what is recorded would not be QKᵀ and PV."""
+    config = DebertaV2Config(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+        max_position_embeddings=64, relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=8,
+        share_att_key=True, type_vocab_size=0,
+    )  # fmt: skip
+    model, x = DebertaV2Model(config), torch.arange(24).view(2, 12)
+    with Recorder(tmp_path) as recorder, instrument(model, "bf16", recorder, cores=["*.attention.self"]):
+        with pytest.raises(InstrumentError, match="made more than two products of its own"):
+            model(input_ids=x)

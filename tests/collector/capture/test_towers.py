@@ -158,3 +158,20 @@ def test_a_gate_with_one_output_belongs_to_the_part_of_the_router(tmp_path):
         parts = catalog.parts()
     assert set(found[found["quant_type"] == "mxfp8"]["module"]) == {"router", "scalar_gate"}
     assert {part: set(rows["format"]) for part, rows in parts.groupby("part")}["router"] == {"mxfp8"}
+
+
+def test_two_lists_of_one_word_are_told_apart_by_their_second(tmp_path):
+    """As in SeamlessM4T and Florence-2, whose text models have an encoder and a decoder of other depths."""
+    blocks = {"text_encoder": 3, "text_decoder": 2, "vision": 4}
+    model = nn.ModuleDict(
+        {name: nn.ModuleDict({"layers": nn.ModuleList(Block() for _ in range(n))}) for name, n in blocks.items()}
+    )
+    found = sites(model)
+    assert found["text_encoder.layers.2.up"] == "layer3.encoder.up"
+    assert found["text_decoder.layers.1.up"] == "layer2.up"
+    assert found["vision.layers.3.up"] == "layer4.vision.up"
+    kept = {row.paths for row in coverage(model, "mxfp8", skip="last") if row.reason}
+    chosen = SiteSelection.parse("last").of([layer.site for layer in survey(model).layers])
+    assert kept and {site.name for site in chosen if site.name.endswith("up")} == {
+        "layer3.encoder.up", "layer2.up", "layer4.vision.up",
+    }  # fmt: skip
