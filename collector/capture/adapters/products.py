@@ -18,7 +18,8 @@ from types import CodeType, FrameType
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from binade.collector.models.parallel import STACKED, Call, add_bias, reshaped
@@ -125,12 +126,12 @@ def linear(original: Product, x: Tensor, weight: Tensor, call: Call, bias: Tenso
         if call.is_plain:
             return original(x, weight)
         if tap and not call.quantizes:
-            return observed_product(original, x.to(dtype), weight.to(dtype), tap)
+            return observed_product(original, x.to(dtype), cast(weight, dtype), tap)
         inner = tap if bias is None else _but_result(tap)
         rows = x.to(dtype) if x.dim() > 1 else x.to(dtype)[None]
         if x.dim() == 1:
             inner = reshaped(inner, lambda seen: tuple(seen.shape[1:]), STACKED)
-        y = gemm.linear(rows, weight.to(dtype), call.rounding, tap=inner)
+        y = gemm.linear(rows, cast(weight, dtype), call.rounding, tap=inner)
         y = y if x.dim() > 1 else y[0]
         if bias is None:
             return y
@@ -138,6 +139,20 @@ def linear(original: Product, x: Tensor, weight: Tensor, call: Call, bias: Tenso
         if tap:
             tap(Observed("y", y.detach()))
         return y
+
+
+def cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """A weight in a dtype. Within one region of autocast, a parameter has one copy, to which all products of the region
+    add their gradients before that is cast back: this returns that copy, which a product of no rows shows."""
+    device = weight.device.type
+    copies = torch.is_autocast_enabled(device) and torch.is_autocast_cache_enabled() and torch.is_grad_enabled()
+    of_autocast = weight.dtype is torch.float32 and dtype == torch.get_autocast_dtype(device) if copies else False
+    plain = type(weight) in (Tensor, nn.Parameter) and weight.is_leaf and weight.requires_grad and weight.dim() == 2
+    if not (of_autocast and plain):
+        return weight.to(dtype)
+    nothing = weight.new_empty(0, weight.shape[1]).requires_grad_()
+    shown: Tensor | None = getattr(F.linear(nothing, weight).grad_fn, "_saved_mat2", None)
+    return weight.to(dtype) if shown is None else shown.t()
 
 
 def _but_result(tap: Tap | None) -> Tap | None:

@@ -520,3 +520,35 @@ def test_a_weight_that_is_multiplied_out_of_sight_is_named_once(tmp_path: Path, 
             optimizer.zero_grad()
     named = [text for text in events(tmp_path) if text.startswith("layer0.logits weight has a gradient, but no prod")]
     assert events(tmp_path) == named and len(named) == (case in ("convolution", "loop"))
+
+
+@pytest.mark.parametrize("case", ["shared layer", "two passes", "two regions", "albert"])
+def test_a_layer_that_a_region_of_autocast_uses_twice_has_the_same_gradient(tmp_path: Path, case: str):
+    """Autocast casts its weight once, so that both gradients are added in bfloat16."""
+
+    def gradients(recorded: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        layer = nn.Sequential(nn.Linear(32, 32), nn.Tanh())
+        config = transformers.AlbertConfig(
+            vocab_size=64, embedding_size=16, hidden_size=32, num_hidden_layers=3, num_attention_heads=2,
+            intermediate_size=64, max_position_embeddings=32,
+        )  # fmt: skip
+        model = transformers.AlbertModel(config) if case == "albert" else layer
+        region = lambda: torch.autocast("cpu", torch.bfloat16)  # noqa: E731
+        with Recorder(tmp_path, enabled=recorded) as recorder:
+            with instrument(model, "bf16", recorder) if recorded else nullcontext():
+                if case == "two regions":
+                    with region():
+                        y = model(X)
+                    with region():
+                        y = y + model(2 * X)
+                else:
+                    with region():
+                        if case == "albert":
+                            y = model(torch.arange(24).view(2, 12)).last_hidden_state
+                        else:
+                            y = model(model(X)) if case == "shared layer" else model(X) + model(2 * X)
+                y.float().square().mean().backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    assert all(map(torch.equal, gradients(True), gradients(False)))
