@@ -62,11 +62,13 @@ class GradientSums(Probe):
                 stacklevel=4,
             )
         self.by_weight: dict[nn.Parameter, Sum] = {}
+        self.left_out: set[nn.Parameter] = set()  # weights that are multiplied in another shape, too, as if tied
         self.iteration, self.complete = -1, True
 
     def begin_pass(self, moment: Moment) -> None:
         if moment.iteration != self.iteration:
             self.by_weight.clear()
+            self.left_out.clear()
             self.iteration, self.complete = moment.iteration, True
         self.complete &= moment.evaluation or (moment.recording and not moment.basic)
 
@@ -78,7 +80,10 @@ class GradientSums(Probe):
         weight: Any = layer.weight
         usual = type(weight) is nn.Parameter and any(hasattr(layer.module, name) for name in INPUTS)
         summed = layer.part or layer.is_head or layer.shard("grad_b").kind == "partial"
-        if not (self.alone and self.complete and usual and not summed and weight.shape == gradient.shape):
+        if not (self.alone and self.complete and usual and not summed):
+            return
+        if weight.shape != gradient.shape:
+            self.left_out.add(weight)
             return
         before = gradient_of(weight)
         weight_sum = self.by_weight.get(weight)
@@ -97,6 +102,7 @@ class GradientSums(Probe):
         """Compare the sums, if the optimizer holds the weights, or if these have Megatron's main_grad."""
         held = set(map(id, parameters_of(optimizer)))
         ready = [p for p in self.by_weight if id(p) in held or hasattr(p, "main_grad")]
+        ready = [p for p in ready if p not in self.left_out]
         sums = [(self.by_weight.pop(p), g) for p in ready if (g := gradient_of(p)) is not None]
         if sums and self.complete:
             self._compare(sums)

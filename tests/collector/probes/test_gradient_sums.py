@@ -112,3 +112,31 @@ def test_a_micro_batch_that_at_leaves_out(tmp_path, recorded):
         optimizer.step()
     found = rows(tmp_path, values=False, tensor_name="accumulation_error")
     assert len(found) == (recorded == 2) and not read_events(recorder.writer.directory)
+
+
+def test_a_weight_that_is_multiplied_transposed_too_is_not_compared(tmp_path):
+    """As of a tied autoencoder."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.enc, self.mid = nn.Linear(24, 8, bias=False), nn.Linear(8, 8, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.linear(self.mid(self.enc(x)).relu(), self.enc.weight.t())
+
+    torch.manual_seed(0)
+    model = Tied()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with (
+        Recorder(tmp_path, scores=(), measures=("accumulated",), max_bytes=0) as recorder,
+        instrument(model, "mxfp8", recorder, backend="torch"),
+    ):
+        for _ in range(2):
+            optimizer.zero_grad()
+            for _ in range(3):
+                model(torch.randn(6, 24)).square().mean().backward()
+            optimizer.step()
+    assert not read_events(recorder.writer.directory)
+    found = rows(tmp_path, values=False, tensor_name="accumulation_error")
+    assert set(found["module"]) == {"mid"} and len(found) == 2
