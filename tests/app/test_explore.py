@@ -234,3 +234,16 @@ def test_the_answer_returns_its_scope(catalog: Catalog):
     assert set(answer.tables["tensors"]["run_id"]) == set(answer.scope.where.run_id)
     assert answer.scope.tensors == len(answer.tables["tensors"]) == answer.tables["Statistics"]["tensors"].sum()
     assert View("explore").read(catalog).scope.sentence.startswith(f"{View('explore').draw(catalog).scope.tensors} te")
+
+
+def test_a_group_with_far_heavier_tails_leaves_the_others_visible():
+    generator = torch.Generator().manual_seed(0)
+    light = torch.randn(4096, generator=generator)
+    heavy = light.sign() * torch.exp(8 * torch.randn(4096, generator=generator))
+    alone, both = (
+        against_law([distribution_of(name, x) for name, x in groups], "normal")
+        for groups in ([("heavy", heavy)], [("light", light), ("heavy", heavy)])
+    )
+    assert alone.limit > 1e4
+    shown = both.points[both.points["group"] == "light"]["sample"].abs().max()
+    assert shown <= both.limit <= 8 * shown and sum(both.beyond["heavy"]) > 100 and sum(both.beyond["light"]) == 0

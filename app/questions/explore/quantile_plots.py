@@ -18,6 +18,7 @@ from binade.data.evidence import SHARE
 POINTS = 201
 BODY = (0.05, 0.95)  # quantiles between which a Q–Q plot shows the body of a distribution
 WITHIN = 99.9  # percent of the points of a Q–Q plot that its axis shows
+ROOM = 8  # times what the group with the lightest tails needs, which otherwise could not be told from a line
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def _limited(
     for d, (location, scale) in standard:
         tails = quantiles(d, np.array([(1 - WITHIN / 100) / 2, (1 + WITHIN / 100) / 2]))
         ends.append(float(np.abs((tails - location) / scale).max()))
-    limit = max(least, *ends) if len(ends) else least
+    limit = max(least, min(max(ends), ROOM * min(ends)))
     beyond = {}
     for d, (location, scale) in standard:
         middle = ((d.low + d.high) / 2 - location) / scale
