@@ -51,7 +51,7 @@ class PlainHooks:
     """Stands where a Recorder's Observing stands, and does with each tensor what users' own hooks do."""
 
     use: Callable[[torch.Tensor], object]
-    probes = Probes(Clock())
+    probes, places = Probes(Clock()), frozenset()
 
     def tap(self, *_: object) -> Callable[[Observed], None]:
         def see(seen: Observed) -> None:
