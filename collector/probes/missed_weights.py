@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Self
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from binade.collector.capture.adapters.layer import Layer
@@ -45,7 +45,8 @@ class MissedWeights(Probe):
         if self.done or self.handles or moment.evaluation or not moment.recording:
             return
         for name, layer in self.layers.items():
-            if (weight := layer.weight) is not None and weight.requires_grad and weight.is_leaf:
+            weight = layer.weight
+            if type(weight) is nn.Parameter and weight.requires_grad:  # FSDP has views of a flat one
                 hook = partial(self._arrived, name)
                 self.handles.append(weight.register_hook(hook))  # type: ignore[no-untyped-call]
 
