@@ -49,9 +49,13 @@ def marks(page: Page, chart: int = 0) -> list[dict[str, str]]:
     return [dict(part.split(": ", 1) for part in label.split("; ") if ": " in part) for label in labels]
 
 
+SUPERSCRIPTS = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
+
+
 def number(text: str) -> float:
     """A number as Vega writes it: a true minus sign, grouping commas, percent."""
     value = text.replace("−", "-").replace(",", "")
+    value = re.sub("·10([⁻⁰¹²³⁴-⁹]+)", lambda power: "e" + power[1].translate(SUPERSCRIPTS), value)
     return float(value[:-1]) / 100 if value.endswith("%") else float(value)
 
 

@@ -12,6 +12,7 @@ from urllib.parse import parse_qs, urlsplit
 import pandas as pd
 import pytest
 from playwright.sync_api import Browser, Locator, Page
+from torch import Tensor
 
 from binade import quant
 from binade.app.pages.registry import PAGES
@@ -23,6 +24,7 @@ from binade.app.questions.noise import compute as noise_compute
 from binade.app.questions.results import compute as results_compute
 from binade.app.questions.shared import laws
 from binade.app.questions.shared.distributions import distribution_of
+from binade.app.questions.shared.operands import along
 from binade.app.questions.shared.scope import scoped, unrounded
 from binade.app.questions.shared.selection import worst as worst_of
 from binade.app.questions.what_if import compute as what_if_compute
@@ -68,6 +70,13 @@ def catalog(first_runs: Path) -> Iterator[Catalog]:
 def worst(catalog: Catalog) -> str:
     """The tensor that the page Tensor shows if none is chosen."""
     return str(worst_of(catalog, Filter(), "mxfp4")[0])
+
+
+@pytest.fixture(scope="module")
+def operand_shown(catalog: Catalog) -> tuple[Tensor, int]:
+    """The values of that tensor and the axis along which they are rounded, in the GEMM in which it loses most."""
+    tensor_id, gemm = worst_of(catalog, Filter(), "mxfp4")
+    return along(catalog.load(tensor_id), catalog.rows_of([tensor_id]).iloc[0], gemm)
 
 
 def shown(catalog: Catalog, *apart: str) -> Filter:
@@ -227,9 +236,10 @@ def test_which_gradients_flush_to_zero(visitor: Visitor, catalog: Catalog):
         assert visitor.page.locator(".map h4").get_by_text(f"{gemm} GEMM", exact=True).is_visible()
 
 
-def test_why(visitor: Visitor, catalog: Catalog, worst: str):
+def test_why(visitor: Visitor, operand_shown: tuple[Tensor, int]):
     visitor.ask("tensor", "why")
-    wanted = quant.score(catalog.load(worst), "mxfp4")
+    x, dim = operand_shown
+    wanted = quant.score(x, "mxfp4", dim)
     flushed, saturated = share(wanted.flushed_error_share), share(wanted.saturated_error_share)
     shares = f"{flushed} is of values flushed to zero, {saturated} of saturated ones and "
     said_of_it = f"In mxfp4 (as recorded): SQNR {wanted.sqnr_db:.1f} dB. Of the squared error, {shares}"
@@ -242,18 +252,17 @@ def test_why(visitor: Visitor, catalog: Catalog, worst: str):
         assert visitor.page.get_by_test_id("stMetric").filter(has_text=name).is_visible()
 
 
-def test_would_another_format_fix_it(visitor: Visitor, catalog: Catalog, worst: str):
+def test_would_another_format_fix_it(visitor: Visitor, operand_shown: tuple[Tensor, int]):
     visitor.ask("tensor", "whatif")
     visitor.click(visitor.page.get_by_text("More options"))
     for knob in ("Scale", "Rounding", "Block", "Overflow"):
         assert visitor.page.get_by_text(knob, exact=True).first.is_visible()
     visitor.choose("Hadamard", "32")
     visitor.until("hadamard=32")
-    x = catalog.load(worst)
     trials = what_if_compute.with_defaults(
         [what_if_compute.trial(name, hadamard=32) for name in ("mxfp8", "mxfp4", "nvfp4", "hifp8")]
     )
-    table = what_if_compute.try_formats([what_if_compute.TriedOperand(x, -1)], trials)[0]
+    table = what_if_compute.try_formats([what_if_compute.TriedOperand(*operand_shown)], trials)[0]
     shown = {
         mark["trial"]: mark["SQNR (dB, higher is better)"] for mark in visitor.marks("trials_0") if "trial" in mark
     }
@@ -312,10 +321,10 @@ def test_rounding_or_drift(visitor: Visitor, catalog: Catalog, worst: str):
         assert name in visitor.title("three_way")
 
 
-def test_which_blocks_fail(visitor: Visitor, catalog: Catalog, worst: str):
+def test_which_blocks_fail(visitor: Visitor, operand_shown: tuple[Tensor, int]):
     visitor.ask("tensor", "blocks")
-    x = catalog.load(worst)
-    seen = quant.look(x, "mxfp4")
+    x, dim = operand_shown
+    seen = quant.look(x, "mxfp4", dim)
     finite = seen.sqnr_db[~seen.sqnr_db.isnan()]
     lowest_db = f"{float(finite.min()):.1f}".replace("-", "−")
     assert f"of {len(finite):,} blocks of 32" in visitor.answer and f"the worst {lowest_db} dB" in visitor.answer
