@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Sized
 from decimal import Decimal
 from typing import TYPE_CHECKING
 
@@ -84,6 +84,11 @@ def number_text(value: float | None, format: str = ".3g") -> str:
 def counted(number: int, noun: str) -> str:
     """ "1 run", "1,024 runs"."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def and_more(names: Sized) -> str:
+    """ " and 3 more" after the first of four names; "" after a single one."""
+    return f" and {len(names) - 1} more" if len(names) > 1 else ""
 
 
 def spans(numbers: Iterable[int]) -> str:

@@ -14,14 +14,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from binade.collector.capture.adapters.products import tensors_in, transformed
+from binade.collector.capture.adapters.products import running, tensors_in, transformed
 from binade.collector.models.parallel import Call
 from binade.quant.gemm import Rounding
 from binade.quant.specs import GemmFormats
@@ -197,12 +196,7 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Any]:
 
 def infers_shapes() -> bool:
     """Whether torch.distributed.pipelining runs a stage on memory that nothing was written to, to learn its shapes."""
-    if PIPELINE not in sys.modules:
-        return False
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name not in INFERENCES:
-        frame = frame.f_back
-    return frame is not None
+    return PIPELINE in sys.modules and running(lambda code: code.co_name in INFERENCES)
 
 
 def _as_it_is(_: Any) -> Call:

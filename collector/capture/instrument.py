@@ -44,6 +44,7 @@ from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import BF16, Part, Recipe, RecipeError
 from binade.collector.recipes.selection import SiteSelection
 from binade.data.tensor_kinds import Other, Product
+from binade.data.text import and_more
 from binade.quant.specs import GemmFormats
 
 RECIPE_VARIABLE = "CUSTOM_QUANT_TYPE"
@@ -194,10 +195,9 @@ def _check_names(hooks: Sequence[Hook], instrumented: Instrumented | None) -> No
             modules.setdefault((hook.layer.site.name, hook.product), set()).add(id(hook.layer))
     twice = [name for (name, _), layers in modules.items() if len(layers) > 1]
     if twice:
-        more = f" and {len(twice) - 1} more" * (len(twice) > 1)
         warnings.warn(
-            f"two models have {twice[0]}{more}: their rows cannot be told apart. Give each a Recorder of its own, or "
-            "choose what is recorded with `capture`",
+            f"two models have {twice[0]}{and_more(twice)}: their rows cannot be told apart. Give each a Recorder of "
+            "its own, or choose what is recorded with `capture`",
             stacklevel=4,
         )
 

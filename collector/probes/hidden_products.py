@@ -14,6 +14,7 @@ from binade.collector.capture.adapters.products import applying_function
 from binade.collector.capture.clock import Moment
 from binade.collector.probes.probe import Finding, Observation, Probe, Recording
 from binade.data.tensor_kinds import Product
+from binade.data.text import and_more
 
 
 class HiddenProducts(Probe):
@@ -56,10 +57,9 @@ class HiddenProducts(Probe):
 
 def _named(hidden: dict[str, int]) -> Iterator[Finding]:
     first, iteration = next(iter(hidden.items()))
-    more = f" and {len(hidden) - 1} more" * (len(hidden) > 1)
     text = (
-        f"{first} weight{more} has a gradient, but no backward product of the layer was seen: an autograd function "
-        "that calls the layer computes it. Its dgrad and wgrad are neither rounded nor recorded: leave the layer out "
-        "with `exclude`, or call it outside of that function"
+        f"{first} weight{and_more(hidden)} has a gradient, but no backward product of the layer was seen: an autograd "
+        "function that calls the layer computes it. Its dgrad and wgrad are neither rounded nor recorded: leave the "
+        "layer out with `exclude`, or call it outside of that function"
     )
     yield Finding(iteration, text, f"{first} weight")

@@ -16,6 +16,7 @@ from binade.collector.capture.clock import Moment
 from binade.collector.capture.instrumented import Instrumented
 from binade.collector.probes.probe import Finding, Observation, Probe, Recording
 from binade.data.tensor_kinds import Product
+from binade.data.text import and_more
 
 
 class MissedWeights(Probe):
@@ -29,7 +30,7 @@ class MissedWeights(Probe):
         self.handles: list[RemovableHandle] = []
         self.multiplied: set[str] = set()
         self.with_gradient: dict[str, None] = {}
-        self.done = False
+        self.begun = self.done = False
 
     @classmethod
     def of(cls, instrumented: Instrumented) -> Self | None:
@@ -42,8 +43,9 @@ class MissedWeights(Probe):
         return cls(layers, instrumented.recording) if layers and instrumented.recording.watch.warn else None
 
     def begin_pass(self, moment: Moment) -> None:
-        if self.done or self.handles or moment.evaluation or not moment.recording:
+        if self.begun or moment.evaluation or not moment.recording:
             return
+        self.begun = True
         for name, layer in self.layers.items():
             weight = layer.weight
             if type(weight) is nn.Parameter and weight.requires_grad:  # FSDP has views of a flat one
@@ -58,7 +60,7 @@ class MissedWeights(Probe):
             self.multiplied.add(observed.layer.site.name)
 
     def end_iteration(self, iteration: int) -> None:
-        if not self.handles:
+        if self.done or not self.begun:
             return
         self.done = True
         for handle in self.handles:
@@ -69,9 +71,8 @@ class MissedWeights(Probe):
 
 
 def _named(iteration: int, names: list[str]) -> Iterator[Finding]:
-    more = f" and {len(names) - 1} more" * (len(names) > 1)
     text = (
-        f"{names[0]} weight{more} has a gradient, but no product of the layer was seen: it is multiplied elsewhere, "
-        "where products are neither rounded nor recorded. Call the layer, or leave it out with `exclude`"
+        f"{names[0]} weight{and_more(names)} has a gradient, but no product of the layer was seen: it is multiplied "
+        "elsewhere, where products are neither rounded nor recorded. Call the layer, or leave it out with `exclude`"
     )
     yield Finding(iteration, text, f"{names[0]} weight")

@@ -16,6 +16,7 @@ from binade.collector.models.site import Site
 from binade.collector.probes.probe import Finding, Observation, Probe, Recording
 from binade.data.segment import TensorRow
 from binade.data.tensor_kinds import Operation, Product
+from binade.data.text import and_more
 
 STEPS = 3  # of which no weight changes in any: in one, the learning rate may be 0, or the step was skipped
 
@@ -83,11 +84,10 @@ class UnchangedWeights(Probe):
         new = [name for name in unchanged if name not in self.named]
         if new and (changed or self.still == STEPS):
             self.named.update(new)
-            more = f" and {len(new) - 1} more" * (len(new) > 1)
             text = (
-                f"{new[0]} weight{more} did not change from iteration {unchanged[new[0]]} to {iteration}, although the "
-                "gradient is not 0: is it updated where the optimizer steps, and is the update larger than a step of "
-                "its dtype?"
+                f"{new[0]} weight{and_more(new)} did not change from iteration {unchanged[new[0]]} to {iteration}, "
+                "although the gradient is not 0: is it updated where the optimizer steps, and is the update larger "
+                "than a step of its dtype?"
             )
             yield Finding(iteration, text, f"{new[0]} weight")
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from binade.collector.models.site import Site
 from binade.data.segment import Shard
 from binade.data.tensor_kinds import Product
+from binade.data.text import and_more
 
 Detach = Callable[[], None]
 Attach = Callable[[Any], Detach]  # given what begins a call: for a core a CoreBegin, else a Begin
@@ -109,8 +110,7 @@ def refusal(modules: Mapping[str, nn.Module], reasons: Mapping[str, str]) -> str
     for name, reason in reasons.items():
         kinds.setdefault((type(modules[name]).__name__, re.sub(r"\d+", "*", reason)), []).append(name)
     texts = [
-        f"{names[0] or 'the model'}{f' and {len(names) - 1} more' * (len(names) > 1)} ({kind}) {reasons[names[0]]}"
-        for (kind, _), names in kinds.items()
+        f"{names[0] or 'the model'}{and_more(names)} ({kind}) {reasons[names[0]]}" for (kind, _), names in kinds.items()
     ]
     alike: dict[str, list[str]] = {}
     for name in reasons:

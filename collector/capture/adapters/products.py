@@ -54,8 +54,13 @@ def transformed() -> bool:
 
 def applying_function() -> bool:
     """Whether the forward method of an autograd function is running."""
+    return running(lambda code: code is APPLY)
+
+
+def running(wanted: Callable[[CodeType], bool]) -> bool:
+    """Whether a function with such code is running, on this thread."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not APPLY:
+    while frame is not None and not wanted(frame.f_code):
         frame = frame.f_back
     return frame is not None
 
@@ -146,7 +151,7 @@ def cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
     add their gradients before that is cast back: this returns that copy, which a product of no rows shows."""
     device = weight.device.type
     copies = torch.is_autocast_enabled(device) and torch.is_autocast_cache_enabled() and torch.is_grad_enabled()
-    of_autocast = weight.dtype is torch.float32 and dtype == torch.get_autocast_dtype(device) if copies else False
+    of_autocast = copies and weight.dtype is torch.float32 and dtype == torch.get_autocast_dtype(device)
     plain = type(weight) in (Tensor, nn.Parameter) and weight.is_leaf and weight.requires_grad and weight.dim() == 2
     if not (of_autocast and plain):
         return weight.to(dtype)
