@@ -21,9 +21,10 @@ import stat
 import warnings
 import zipfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -83,12 +84,31 @@ class ForeignTensor:
     refused: str | None = None
 
 
+Found = tuple[tuple[str, ...], Iterator[ForeignTensor]]  # the keys of a file with several tensors, and its tensors
+
+
 @dataclass(frozen=True)
 class ForeignFile:
-    """An open tensor file: its tensors, which are read lazily, and a path under which it cannot be replaced."""
+    """An open tensor file, which is read when it is asked for its tensors, and a path under which it cannot be
+    replaced. Raises TensorFileError."""
 
-    tensors: Iterator[ForeignTensor]
+    read: Callable[[], Found]
     fixed_path: Path
+
+    @cached_property
+    def _content(self) -> Found:
+        with _reading():
+            return self.read()
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Those of all its tensors; none for a bare tensor."""
+        return self._content[0]
+
+    @property
+    def tensors(self) -> Iterator[ForeignTensor]:
+        """Its tensors, each read when it is reached, once."""
+        return _guarded(self._content[1])
 
     def state(self) -> FileState:
         """Reads the file. Raises OSError."""
@@ -110,8 +130,8 @@ def opened(path: Path, room: int | None = None) -> Iterator[ForeignFile]:
     descriptor = _open(path)
     try:
         before = os.fstat(descriptor)
-        tensors = _guarded(readers[path.suffix](descriptor, before.st_size, room))
-        yield ForeignFile(tensors, Path(f"/proc/self/fd/{descriptor}"))
+        read = partial(readers[path.suffix], descriptor, before.st_size, room)
+        yield ForeignFile(read, Path(f"/proc/self/fd/{descriptor}"))
         after = os.fstat(descriptor)
         if (before.st_size, changed_ns(before)) != (after.st_size, changed_ns(after)):
             raise TensorFileError("it changed while it was read")
@@ -245,17 +265,16 @@ def _loaded(descriptor: int, size: int, room: int | None) -> Any:
     raise TensorFileError("it is in neither of torch's two formats")
 
 
-def _torch(descriptor: int, size: int, room: int | None) -> Iterator[ForeignTensor]:
+def _torch(descriptor: int, size: int, room: int | None) -> Found:
     content = _loaded(descriptor, size, room)
     if isinstance(content, Tensor):
-        yield _usable(None, None, content, size, room)
-    elif isinstance(content, dict) and isinstance(content.get("tensor"), Tensor):
-        yield _usable(None, content.get("metadata"), content["tensor"], size, room)
-    else:
-        yield from _of_dict(content if isinstance(content, dict) else {}, size, room)
+        return (), iter([_usable(None, None, content, size, room)])
+    if isinstance(content, dict) and isinstance(content.get("tensor"), Tensor):
+        return (), iter([_usable(None, content.get("metadata"), content["tensor"], size, room)])
+    return _of_dict(content if isinstance(content, dict) else {}, size, room)
 
 
-def _of_dict(content: dict[Any, Any], size: int, room: int | None) -> Iterator[ForeignTensor]:
+def _of_dict(content: dict[Any, Any], size: int, room: int | None) -> Found:
     """The tensors of a dict and of the dicts in it, and refusals of those without a name of their own."""
     metadata = {key: value for key, value in content.items() if not isinstance(value, Tensor | StandIn)}
     tensors: dict[str, Tensor | QuantizedTensor] = {}
@@ -280,13 +299,17 @@ def _of_dict(content: dict[Any, Any], size: int, room: int | None) -> Iterator[F
     nameless += Counter()  # drops zeros
     if not tensors and not nameless:
         raise TensorFileError("it contains no tensor: expected a tensor or a dict of tensors")
-    for key, x in tensors.items():
-        if isinstance(x, Tensor):
-            yield _usable(key, metadata, x, size, room)
-        else:
-            yield ForeignTensor(key, metadata, None, refused=QUANTIZED)
-    for key, count in nameless.items():
-        yield ForeignTensor(key or None, metadata, None, refused=f"{counted(count, 'tensor')} {NAMELESS}")
+
+    def read() -> Iterator[ForeignTensor]:
+        for key, x in tensors.items():
+            if isinstance(x, Tensor):
+                yield _usable(key, metadata, x, size, room)
+            else:
+                yield ForeignTensor(key, metadata, None, refused=QUANTIZED)
+        for key, count in nameless.items():
+            yield ForeignTensor(key or None, metadata, None, refused=f"{counted(count, 'tensor')} {NAMELESS}")
+
+    return tuple(tensors), read()
 
 
 def _count(values: list[Any], seen: set[int]) -> int:
@@ -344,17 +367,23 @@ def _stand_ins(path: str) -> list[Any]:
     return stand_ins
 
 
-def _safetensors(descriptor: int, size: int, room: int | None) -> Iterator[ForeignTensor]:
-    with safe_open(f"/proc/self/fd/{descriptor}", framework="pt") as file:
-        metadata = file.metadata()
-        keys = list(file.keys())
-        if not keys:
-            raise TensorFileError("it contains no tensor")
-        for key in keys:
-            yield _usable(key, metadata, file.get_tensor(key), size, room)
+def _safetensors(descriptor: int, size: int, room: int | None) -> Found:
+    path = f"/proc/self/fd/{descriptor}"
+    with safe_open(path, framework="pt") as opened_file:
+        keys = tuple(opened_file.keys())
+    if not keys:
+        raise TensorFileError("it contains no tensor")
+
+    def read() -> Iterator[ForeignTensor]:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata()
+            for key in keys:
+                yield _usable(key, metadata, file.get_tensor(key), size, room)
+
+    return keys, read()
 
 
-def _numpy(descriptor: int, size: int, room: int | None) -> Iterator[ForeignTensor]:
+def _numpy(descriptor: int, size: int, room: int | None) -> Found:
     path = f"/proc/self/fd/{descriptor}"
     try:
         array = np.lib.format.open_memmap(path, mode="c")
@@ -366,7 +395,7 @@ def _numpy(descriptor: int, size: int, room: int | None) -> Iterator[ForeignTens
         raise TensorFileError(reason)
     if any(step < 0 for step in array.strides):
         raise TensorFileError("it has negative strides")
-    yield _usable(None, None, torch.from_numpy(array), size, room)
+    return (), iter([_usable(None, None, torch.from_numpy(array), size, room)])
 
 
 def _not_float(kind: np.dtype[Any]) -> str | None:
@@ -378,17 +407,21 @@ def _not_float(kind: np.dtype[Any]) -> str | None:
     return None
 
 
-def _numpy_zip(descriptor: int, size: int, room: int | None) -> Iterator[ForeignTensor]:
+def _numpy_zip(descriptor: int, size: int, room: int | None) -> Found:
     """The arrays of numpy.savez, each read whole, and by name."""
     path = f"/proc/self/fd/{descriptor}"
     try:
-        file = zipfile.ZipFile(path)
+        with zipfile.ZipFile(path) as file:
+            entries = [entry for entry in file.infolist() if entry.filename.endswith(".npy")]
     except zipfile.BadZipFile:
         raise TensorFileError("it was cut short or damaged: its ZIP directory cannot be read") from None
-    with file, np.load(path, allow_pickle=False) as arrays:
-        entries = [entry for entry in file.infolist() if entry.filename.endswith(".npy")]
-        if not entries:
-            raise TensorFileError("it contains no array")
+    if not entries:
+        raise TensorFileError("it contains no array")
+    return tuple(entry.filename.removesuffix(".npy") for entry in entries), _arrays(path, entries, room)
+
+
+def _arrays(path: str, entries: list[zipfile.ZipInfo], room: int | None) -> Iterator[ForeignTensor]:
+    with zipfile.ZipFile(path) as file, np.load(path, allow_pickle=False) as arrays:
         for entry in entries:
             key = entry.filename.removesuffix(".npy")
             if entry.file_size > (LARGEST_INFLATED if room is None else room):

@@ -20,6 +20,8 @@ RECOMPUTED = (
 PADDING = (
     "statistics, sketch and errors are of the other tokens. Its shape and values include padding, and so did rounding."
 )
+# Versions that are no tool
+OF_ANY_TOOL = {"checkpoint": "Its file is a checkpoint.", "module path": "Its name is a path in the model."}
 NAMED = {"layer_index": "layer", "quant_type": "quant type", "micro_batch": "micro-batch", "tensor_name": "name"}
 # The fields of an Identity that no log contains, or that only some tensors have.
 NOT_ASKED = ("model", "size", "dataset", "recipe", "expert")
@@ -72,8 +74,8 @@ def notes(row: Mapping[str, Any], config: str = "{}") -> list[str]:
     if pd.notna(version):  # V0 to V7, or a tool
         numbered = re.fullmatch(r"V\d[a-z]?", version)
         known = f"Its file name follows version {version}." if numbered else f"Its file was written by {version}."
-        if version == "checkpoint":  # of any tool
-            known = "Its file is a checkpoint."
+        if version in OF_ANY_TOOL:
+            known = OF_ANY_TOOL[version]
     what = "nothing was copied" if has_values else "it has statistics and no values"
     sentences = [f"Imported from another tool's log; {what}. {known}"]
     if pd.notna(row["corrections"]):

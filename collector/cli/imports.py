@@ -11,6 +11,7 @@ import click
 from click.core import ParameterSource
 
 from binade.collector.cli.console import console
+from binade.collector.imports.model_paths import KINDS
 from binade.collector.settings import DEFAULT_SCORES
 from binade.data.text import counted
 from binade.terminal import (
@@ -36,7 +37,7 @@ SHOWN_REFUSALS = 10
 SCORES = ",".join(DEFAULT_SCORES)
 
 
-OF_TENSORS = ("scores", "workers")
+OF_TENSORS = ("scores", "workers", "kind")
 OF_LOSSES = ("recipe", "like", "model", "dataset", "seed", "name", "step_column", "loss_column")
 START = ("model", "dataset", "seed")
 QUESTIONS = {"model": "Model", "dataset": "Dataset", "seed": "Seed"}
@@ -215,11 +216,17 @@ def _of_training(run: str, training: Training) -> list[str]:
 
 
 def _tensors(
-    path: Path, root: Path, command: str, files: TensorFiles, scores: tuple[str, ...], workers: int | None
+    path: Path,
+    root: Path,
+    command: str,
+    files: TensorFiles,
+    scores: tuple[str, ...],
+    workers: int | None,
+    kind: str | None,
 ) -> int:
     from binade.collector.imports.workers import prepare
 
-    prepare("binade.collector.imports.importer")  # its processes import torch while this one does
+    prepare("binade.collector.imports.file_rows")  # its processes import torch while this one does
     from binade.collector.imports.importer import import_logs
 
     with console("import", "file") as shown:
@@ -228,6 +235,7 @@ def _tensors(
             root,
             scores=scores,
             workers=workers,
+            kind=kind,
             say=lambda line: shown.say(one_line(line)),
             progress=shown.progress,
             command=command,
@@ -244,6 +252,10 @@ def _tensors(
     lines = [f"{result.run_id}: {added if result.files else 'nothing new'}; {result.known} files already known"]
     if result.by_source:
         lines.append("by source: " + ", ".join(f"{source} {count}" for source, count in result.by_source.items()))
+    if result.unnamed:
+        lines.append(
+            f"{counted(result.unnamed, 'tensor')} named after a module only: --kind {', '.join(KINDS)} says what it is"
+        )
     print_text("\n".join([*lines, *_refusals(result)]))
     return 0
 
@@ -270,6 +282,8 @@ import_ = Command(
                help=f"Formats to score every tensor in  [default: {SCORES}]"),
         CliOption(["--workers"], type=int, metavar="N", title=TENSORS,
                help="Number of processes  [default: one per core]"),
+        CliOption(["--kind"], type=click.Choice([*KINDS]), title=TENSORS,
+               help="What the tensors are whose names do not say it, of linear layers"),
         CliOption(["--recipe"], metavar="NAME", title=LOSSES,
                help="What the training was quantized to; bf16 for the baseline that others are compared with"),
         CliOption(["--like"], metavar="RUN", title=LOSSES,

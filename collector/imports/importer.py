@@ -6,41 +6,33 @@ content is computed only if the size or time of its file has changed. A segment 
 (files.jsonl) and is published together with that list, so that no file is indexed twice or partly, whenever the import
 is killed.
 
-The id of a tensor consists of the number of its file in the import and a digest of its content, so that an id never
-stands for another tensor later.
-
 Separate processes read the files (see workers): a hostile or damaged file can kill its reader, not the import.
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import torch
-from torch import Tensor
 
 from binade.collector.errors import ConfigError
-from binade.collector.imports.files import LEFT_OUT, File, Refusal, TensorFiles, checked, tensor_files, walk
-from binade.collector.imports.log import Importer, TensorLog
-from binade.collector.imports.names import distinct_modules
-from binade.collector.imports.registry import interpret, statistics_of
+from binade.collector.imports.file_rows import FileJob, FileRead, read_file
+from binade.collector.imports.files import File, Refusal, TensorFiles, checked, tensor_files, walk
+from binade.collector.imports.names import COLUMNS, distinct_modules
 from binade.collector.imports.run import run_of_import
 from binade.collector.imports.workers import Death, scatter
 from binade.collector.training.memory import available_host_memory
-from binade.data.foreign import ForeignTensor, TooLargeError, opened
 from binade.data.json_files import parse_json
 from binade.data.runs import (
     DONE,
@@ -49,65 +41,31 @@ from binade.data.runs import (
     RunWriter,
 )
 from binade.data.segment import (
-    Identity,
     LoggedRow,
-    Origin,
-    Score,
     TensorRow,
-    Trace,
     drop_rows,
     read_tables,
     rename_modules,
     segment_names,
     write_segment,
 )
-from binade.data.store import FileState, TensorFileError, sha256, write_atomic
-from binade.data.tensor_kinds import MAPS
-from binade.data.text import counted, describe
-from binade.quant.metrics import score
+from binade.data.store import sha256, write_atomic
+from binade.data.text import describe
 from binade.quant.specs import Spec
-from binade.quant.summary import summarize
-from binade.quant.traces import hot_channels_later
 
 Say = Callable[[str], None]
 Progress = Callable[[int, int], None]  # files done, of how many
 
 ROWS_A_SEGMENT = 256
 SECONDS_A_SEGMENT = 5.0
-SCORE_BYTES = 28  # that scoring takes, for each element, at its peak
 SMALL = 1 << 25  # a smaller file is read without asking whether there is memory for it
 SHARE = 0.8  # of the free memory may be used
-DIGITS = 10  # hexadecimal ones of the digest in a tensor's id
-
-
-@dataclass(frozen=True)
-class FileJob:
-    """A file to read. number: the file's in this run, which it keeps when it is imported again; room: see
-    `data.foreign.opened`; alone: no other file is read at the same time, so there will not be more memory later."""
-
-    number: int
-    file: File
-    run_id: str
-    scores: tuple[str, ...]
-    room: int | None = None
-    alone: bool = False
-
-
-@dataclass(frozen=True)
-class FileRead:
-    """The result of reading a file. later: there was not enough memory for it next to the others."""
-
-    rows: Sequence[TensorRow | LoggedRow] = ()
-    refused: list[Refusal] = field(default_factory=list)
-    version: str | None = None
-    sha256: str | None = None
-    later: bool = False
 
 
 @dataclass(frozen=True)
 class FileEntry:
     """A line of files.jsonl: an imported file, its tensors, and its refused keys with the reasons. without_values: of
-    how many of the tensors it has statistics only."""
+    how many of the tensors it has statistics only; unnamed: see FileRead; kind: what the user said that they are."""
 
     file: str
     size: int
@@ -117,12 +75,14 @@ class FileEntry:
     version: str | None
     refused: tuple[tuple[str, str], ...]
     without_values: int = 0
+    unnamed: int = 0
+    kind: str | None = None
 
 
 @dataclass(frozen=True)
 class ImportResult:
     """The result of an import: tensors and files added, files already known, files added by source (see
-    log.Log.version), and refusals."""
+    log.Log.version), refusals, and of how many of the added tensors only the module is known."""
 
     run_id: str
     directory: Path
@@ -133,116 +93,12 @@ class ImportResult:
     by_source: dict[str, int]
     refused: list[Refusal]
     seconds: float
+    unnamed: int = 0
 
     @property
     def failed(self) -> bool:
         """Whether there were files but none could be used."""
         return bool(self.refused) and not (self.files or self.known)
-
-
-def read_file(job: FileJob) -> FileRead:
-    """The rows of one file, and refusals with reasons for what cannot be used. Runs in a separate process."""
-    torch.set_num_threads(1)
-    rows, refused, version = [], [], None
-    path, name = Path(job.file.path), job.file.name
-    if (importer := statistics_of(path)) is not None:
-        return _read_statistics(job, importer)
-    try:
-        with opened(path, job.room) as file:
-            state = file.state()
-            for number, foreign in enumerate(file.tensors):
-                if foreign.tensor is None or foreign.dtype is None:
-                    refused.append(Refusal(name, foreign.refused or "it contains no tensor", foreign.key))
-                    continue
-                log = interpret(path, foreign.metadata, foreign.key)
-                version = log.version
-                tensor_id = _tensor_id(job, number if foreign.key is not None else None, name, state.sha256)
-                order = None if log.order is None else log.order + number
-                rows.append(
-                    _row(job, tensor_id, state, foreign, foreign.tensor, foreign.dtype, replace(log, order=order))
-                )
-    except (TensorFileError, MemoryError, OSError) as error:
-        reason = "there is not enough memory to read it" if isinstance(error, MemoryError) else describe(error)
-        no_memory = isinstance(error, (TooLargeError, MemoryError))
-        return FileRead(refused=[Refusal(name, reason)], later=no_memory and not job.alone)
-    return FileRead(rows, refused, version, state.sha256)
-
-
-def _tensor_id(job: FileJob, number: int | None, *content: object) -> str:
-    """number: of the tensor in its file, if that may have several; content: what the tensor is known by."""
-    digest = hashlib.sha256(repr(content).encode()).hexdigest()
-    return "-".join([f"f{job.number:07d}", *([] if number is None else [str(number)]), digest[:DIGITS]])
-
-
-def _read_statistics(job: FileJob, importer: Importer) -> FileRead:
-    name = job.file.name
-    try:
-        sha = sha256(Path(job.file.path))  # first: if the file grows meanwhile, the next import reads it again
-        statistics = importer.statistics(Path(job.file.path))
-    except (ValueError, OSError, MemoryError) as error:
-        return FileRead(refused=[Refusal(name, describe(error))])
-    left_out = Counter(statistics.left_out)
-    left_out.update(("", f"impossible: {tensor.impossible}") for tensor in statistics.tensors if tensor.impossible)
-    refused = [
-        Refusal(name, f"{LEFT_OUT}{counted(count, 'tensor')}: {reason}", statistic or None)
-        for (statistic, reason), count in sorted(left_out.items())
-    ]
-    rows = []
-    for number, tensor in enumerate(statistics.tensors):
-        if tensor.impossible:
-            continue
-        identity = _identity(tensor.log)
-        tensor_id = _tensor_id(job, number, identity, sorted(tensor.columns.items()))
-        rows.append(LoggedRow(tensor_id, job.run_id, identity, _origin(tensor.log), tensor.columns))
-    return FileRead(rows, refused or [Refusal(name, "it has no statistics")] * (not rows), importer.name, sha)
-
-
-def _identity(log: TensorLog) -> Identity:
-    words = {name: getattr(log, name) for name in Identity.__annotations__ if hasattr(log, name)}
-    return Identity(model=None, size=None, dataset=None, recipe=None, **words)
-
-
-def _origin(log: TensorLog, *notes: str, **of_file: Any) -> Origin:
-    corrections = (*log.corrections, *notes)
-    return Origin(
-        log.version, log.original_quant_type, log.stage, corrections, module_path=log.path, order=log.order, **of_file
-    )
-
-
-def _row(
-    job: FileJob, tensor_id: str, state: FileState, foreign: ForeignTensor, x: Tensor, dtype: str, log: TensorLog
-) -> TensorRow:
-    notes = [foreign.note] if foreign.note else []
-    axis = log.contracted_axis
-    if axis is not None and -axis > x.dim():
-        axis = None
-    needed = x.numel() * SCORE_BYTES
-    scores = job.scores
-    if scores and job.room is not None and needed > job.room:
-        if not job.alone:
-            raise TooLargeError(f"scoring it takes {needed / 2**30:.1f} GiB")
-        scores = ()
-        notes.append(
-            f"Not scored: that takes about {needed / 2**30:.1f} GiB, but only {max(job.room, 0) / 2**30:.1f} GiB of "
-            "memory were free."
-        )
-    return TensorRow(
-        tensor_id=tensor_id,
-        run_id=job.run_id,
-        identity=_identity(log),
-        captured=log.captured,
-        shape=tuple(x.shape),
-        dtype=dtype,
-        nbytes=x.numel() * (8 if dtype == "float64" else x.element_size()),
-        path=job.file.path,
-        contracted_axis=axis,
-        summary=summarize(x),
-        scores=[Score(name, score(x, name, -1 if axis is None else axis)) for name in scores],
-        shard=None,
-        origin=_origin(log, *notes, key=foreign.key, file_size=state.size, file_time_ns=state.time_ns),
-        sha256=state.sha256,
-        trace=None if log.tensor_name in MAPS else Trace(*hot_channels_later(x)()),
-    )
 
 
 def import_logs(
@@ -251,6 +107,7 @@ def import_logs(
     *,
     scores: tuple[str, ...] = (),
     workers: int | None = None,
+    kind: str | None = None,
     say: Say,
     progress: Progress = lambda done, total: None,
     command: str = "",
@@ -261,6 +118,8 @@ def import_logs(
     scores   formats or specs to try on every tensor: along the axis that its GEMM contracts, the last axis if that is
              unknown
     workers  processes; None for one per core
+    kind     what the tensors are that no tool has named: see `model_paths.Clues`. Files that were imported without it
+             are imported again
     files    the tensor files of source, if they are known already
 
     Raises ConfigError if source is not a directory, UnknownFormatError or SpecError, RunError if root cannot be written
@@ -286,7 +145,8 @@ def import_logs(
             say(line)
 
         try:
-            task = _Import(writer, scores, workers or len(os.sched_getaffinity(0)), refused, report, progress)
+            processes = workers or len(os.sched_getaffinity(0))
+            task = _Import(writer, scores, kind, processes, refused, report, progress)
             task.run(accepted)
         except BaseException as error:
             with suppress(OSError):  # a full disk must not hide what happened
@@ -302,12 +162,13 @@ class _Import:
         self,
         writer: RunWriter,
         scores: tuple[str, ...],
+        kind: str | None,
         workers: int,
         refused: list[Refusal],
         report: Say,
         progress: Progress,
     ) -> None:
-        self.writer, self.scores, self.workers = writer, scores, workers
+        self.writer, self.scores, self.kind, self.workers = writer, scores, kind, workers
         self.refused = list(refused)
         self.report, self.progress = report, progress
         self.segments = writer.directory / "segments"
@@ -345,7 +206,7 @@ class _Import:
         """The files that are not in the run yet. Rows of those that have changed since are dropped."""
         now = {file.name: file for file in files}
         for name, entries in self.ledger.items():
-            stale = [entry for entry in entries if entry.file in now and _differs(now[entry.file], entry)]
+            stale = [entry for entry in entries if entry.file in now and self._is_stale(now[entry.file], entry)]
             if stale:
                 self.report(f"{len(stale)} files of segment {name} have changed and are imported again")
                 kept = [entry for entry in entries if entry not in stale]
@@ -357,12 +218,15 @@ class _Import:
             self.refused += [Refusal(entry.file, reason, key) for key, reason in entry.refused]
         return [file for file in files if file.name not in known]
 
+    def _is_stale(self, file: File, entry: FileEntry) -> bool:
+        return (self.kind is not None and self.kind != entry.kind) or _differs(file, entry)
+
     def _jobs(self, fresh: list[File]) -> Iterator[FileJob]:
         new = itertools.count(1 + max(self.numbers.values(), default=0))
         for file in fresh:
             room = self._room(self.workers) if file.size > SMALL else None
             number = self.numbers.get(file.name) or next(new)
-            yield FileJob(number, file, self.writer.run_id, self.scores, room)
+            yield FileJob(number, file, self.writer.run_id, self.scores, room, kind=self.kind)
 
     @staticmethod
     def _room(shared_by: int) -> int:
@@ -392,8 +256,20 @@ class _Import:
             keys = tuple((refusal.key or "", refusal.reason) for refusal in result.refused)
             self._rows += result.rows
             logged = sum(isinstance(row, LoggedRow) for row in result.rows)
-            entry = FileEntry(file.name, file.size, file.time_ns, result.sha256, ids, result.version, keys, logged)
-            self._entries.append(entry)
+            self._entries.append(
+                FileEntry(
+                    file=file.name,
+                    size=file.size,
+                    time_ns=file.time_ns,
+                    sha256=result.sha256,
+                    tensors=ids,
+                    version=result.version,
+                    refused=keys,
+                    without_values=logged,
+                    unnamed=result.unnamed,
+                    kind=job.kind,
+                )
+            )
         self.progress(done, total)
         now = time.monotonic()
         if len(self._rows) >= ROWS_A_SEGMENT or now - self._published >= SECONDS_A_SEGMENT:
@@ -420,16 +296,16 @@ class _Import:
         )
 
     def _distinguish(self) -> None:
-        """Where modules at different paths have the same name in the same layer, name them by their paths, over the
-        whole import. Raises RunError for a segment that cannot be read, SegmentError for one that was changed."""
-        columns = ["tensor_id", "layer_index", "module", "expert", "module_path"]
+        """Give tensors distinct names over the whole import, see `names.distinct_modules`. Raises RunError for a
+        segment that cannot be read, SegmentError for one that was changed."""
         rows: dict[str, list[dict[str, Any]]] = {}
         for name in self.ledger:
             try:
                 tensors = read_tables(self.segments / name, names=["tensor"])["tensor"]
             except (OSError, ValueError, pa.ArrowException) as error:
                 raise RunError(f"{self.segments / name} cannot be read: {describe(error)}") from None
-            rows[name] = tensors.select(columns).filter(pc.is_valid(tensors["module_path"])).to_pylist()
+            is_named = pc.or_(pc.is_valid(tensors["module_path"]), pc.is_null(tensors["source_version"]))
+            rows[name] = tensors.select(COLUMNS).filter(is_named).to_pylist()
         for name, modules in distinct_modules(rows).items():
             rename_modules(self.segments / name, modules, _lines(self.ledger[name]))
 
@@ -452,6 +328,7 @@ class _Import:
             by_source=_by_source(self.added),
             refused=self.refused,
             seconds=seconds,
+            unnamed=sum(entry.unnamed for entry in self.added),
         )
 
 

@@ -23,11 +23,12 @@ NOT_FINITE = "A statistic in its log is NaN or infinite, so it has NaN or Inf; h
 
 LARGEST = (1 << 31) - 1
 LARGEST_STEP = (1 << 53) - 1  # steps may count tokens; JavaScript has no larger whole numbers
-LONGEST = 128
+LONGEST, LONGEST_PATH = 128, 1024  # characters of a word, and of a module's path
 ROUNDING = 2.0**-7  # one unit in the last place of bfloat16, relative
 SMALLEST_HALF = 2.0**-24  # of float16, in whose multiples small values are rounded
 ROUTER = "router"
-_WORD = re.compile(rf"[A-Za-z0-9][A-Za-z0-9_.+-]{{0,{LONGEST - 1}}}")
+_WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
+SEPARATORS = str.maketrans(dict.fromkeys("/:[]'", ".") | dict.fromkeys(" ,=@()", "_"))
 FOLDERS = {
     "iteration": re.compile(r"(?:(?:global_?)?(?:step|iter|iteration)[_=-]?|checkpoint-)(\d+)", re.ASCII),
     "rank": re.compile(r"(?:mp_|global_?)?rank[_=-]?(\d+)", re.ASCII),
@@ -58,6 +59,9 @@ class TensorLog:
     order             the place in the order of execution, within an iteration and a rank. Tensors of one file, which
                       may have the same, are in the order of the file
     corrections       a sentence for each value that differs from the log, with the reason
+    refused           why the tensor is not imported, or None
+    is_scored         whether formats are tried on it
+    is_unnamed        whether only its module is known
     """
 
     version: str | None = None
@@ -80,6 +84,9 @@ class TensorLog:
     contracted_axis: int | None = None
     order: int | None = None
     corrections: tuple[str, ...] = ()
+    refused: str | None = None
+    is_scored: bool = True
+    is_unnamed: bool = False
 
 
 @dataclass(frozen=True)
@@ -122,7 +129,8 @@ class Importer:
 def make(version: str, corrections: tuple[str, ...] = (), **words: Any) -> TensorLog:
     """A Log from the words found; words that are not plain are left out. Its layer_type decides component and, with the
     operation, the axis that is contracted."""
-    known: dict[str, Any] = {name: value for name, value in words.items() if is_word(value)}
+    longest = {"path": LONGEST_PATH}
+    known: dict[str, Any] = {n: value for n, value in words.items() if is_word(value, longest.get(n, LONGEST))}
     for name, least in {"layer_index": 1, "micro_batch": 0, "rank": 0, "expert": 0}.items():
         known[name] = integer(words.get(name), least)
     for name in ("iteration", "order"):
@@ -146,7 +154,7 @@ def in_folders(path: PurePath) -> dict[str, Any]:
 def place(path: str) -> dict[str, Any]:
     """The layer, module and expert of a module's path in torch ("decoder.layers.0.self_attention.linear_qkv"), which
     counts layers from 0. Megatron's names become ours."""
-    whole = parts = path_parts(path) if is_word(path) else []
+    whole = parts = path_parts(path) if is_word(path, LONGEST_PATH) else []
     if not parts:
         return {}
     if parts[0].isdecimal() and any(part.isdecimal() for part in parts[1:]):  # of a model in a list of models
@@ -212,9 +220,16 @@ def _impossible(values: Mapping[str, Any]) -> str | None:
     return next((reason for failed, reason in checks if failed), None)
 
 
-def is_word(value: object) -> TypeGuard[str]:
+def is_word(value: object, longest: int = LONGEST) -> TypeGuard[str]:
     """Whether it is plain ASCII of a reasonable length: no path, markup, quote or line break."""
-    return isinstance(value, str) and len(value) <= LONGEST and _WORD.fullmatch(value) is not None
+    return isinstance(value, str) and len(value) <= longest and _WORD.fullmatch(value) is not None
+
+
+def plain_word(text: str) -> str | None:
+    """A word for a name with separators that a word does not have, or for a long one: "blocks/0/q" is "blocks.0.q"."""
+    word = text.translate(SEPARATORS).strip("._ ")
+    word = word if len(word) <= LONGEST else f"{word[: LONGEST // 2 - 1]}..{word[1 - LONGEST // 2 :]}"
+    return word if is_word(word) else None
 
 
 def integer(value: object, least: int, most: int = LARGEST) -> int | None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from binade.collector.errors import ConfigError, raising
 from binade.collector.imports.files import Walked
+from binade.collector.imports.names import shortened
 from binade.collector.imports.readers.registry import looked_for, reader_of
 from binade.collector.imports.readers.series import Columns, Confidence, Reader, Series, Start
 from binade.collector.imports.registry import statistics_of
@@ -169,7 +170,11 @@ def import_trainings(
         raise ConfigError(f"--name is for one training, but there are {len(trainings)} ({places}...): import one file")
     with raising(ConfigError, "--name", ValueError):
         parse_notes(name or "")
-    return [_write(training, root, recipe, start, name, command) for training in trainings]
+    names = [name] if name is not None else shortened([_name(training) for training in trainings], LONGEST_NAME)
+    return [
+        _write(training, root, recipe, start, given, name is not None, command)
+        for training, given in zip(trainings, names, strict=True)
+    ]
 
 
 def _write(
@@ -177,9 +182,11 @@ def _write(
     root: Path,
     recipe: str | None,
     start: Mapping[str, Any],
-    name: str | None,
+    name: str,
+    is_new: bool,
     command: str,
 ) -> str:
+    """name: of a run that has none yet; is_new: also of one that has."""
     series = training.series
     facts: dict[str, Any] = {"recipe": recipe, "like": None, **start, "command": command}
     facts |= {"step_column": series.step_name, "not_read": series.damaged}
@@ -200,7 +207,7 @@ def _write(
                 writer.describe(facts)
                 os.replace(part, path)
         seen = read_notes(writer.directory)
-        given = name if name is not None else seen.name or _name(training)
+        given = name if is_new else seen.name or _allowed(name)
         if given != seen.name:
             change_notes(writer.directory, replace(seen, name=parse_notes(given).name), seen)
         ends: tuple[float | None, float | None] = (finite[0], finite[-1]) if finite else (None, None)
@@ -210,10 +217,14 @@ def _write(
 
 
 def _name(training: Training) -> str:
-    """The name that the log gives the training, or its place in the folder; "" if it has none that is allowed."""
-    place = "" if training.log.label in (None, ".") else training.place
+    """The name that the log gives the training, or its place in the folder."""
+    return training.series.run or ("" if training.log.label in (None, ".") else training.place)
+
+
+def _allowed(name: str) -> str:
+    """The name, or "" if it is not allowed."""
     try:
-        return parse_notes((training.series.run or place)[-LONGEST_NAME:]).name
+        return parse_notes(name).name
     except RunError:
         return ""
 

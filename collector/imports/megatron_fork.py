@@ -36,6 +36,7 @@ from binade.collector.imports.log import (
     TensorLog,
     integer,
     is_word,
+    plain_word,
 )
 from binade.quant.formats import FORMATS
 
@@ -76,24 +77,35 @@ _ITERATION = re.compile(r"iter_(?P<iteration>\d+)", re.ASCII)
 _BARE = re.compile(r"(?P<direction>fwd|bwd)_(?P<side>in|out)_.+", re.ASCII)
 
 
-def read(path: PurePath, metadata: object, key: str | None) -> TensorLog:
-    """Read a log's path, metadata and key (of a file with several tensors).
+def read(path: PurePath, metadata: object, key: str | None) -> TensorLog | None:
+    """Read a log's path, metadata and key (of a file with several tensors); None for a file with another name.
 
     Only the last two parts of the path are used; metadata other than a dict is left out.
     """
+    log = in_metadata(path, metadata, key)
+    return log if log.version else None
+
+
+def describes(metadata: object) -> bool:
+    """Whether metadata has a field of the fork's that checkpoints do not have."""
+    return isinstance(metadata, Mapping) and not _FIELDS.keys().isdisjoint({*metadata} - {"iteration", "rank"})
+
+
+def in_metadata(path: PurePath, metadata: object, key: str | None) -> TensorLog:
+    """As `read`, of any file: its name and its folder say at most the tensor's name and its format."""
     notes: list[str] = []
     version, words = _from_name(path)
     named = {name: value for name, value in words.items() if value is not None}
     described = _from_metadata(metadata, notes)
-    if key is not None and key != "tensor" and is_word(key):
-        described["tensor_name"] = key
+    if key is not None and key != "tensor" and (word := plain_word(key)):
+        described["tensor_name"] = word
     _compare(named, described, notes)
     known = named | described
     directory = path.parent.name
     if "quant_type" not in known and directory.removesuffix(QUANTIZED) in KNOWN_QUANT_TYPES:
         known["quant_type"] = directory
-    if version is None and "tensor_name" not in known and is_word(path.stem):
-        known["tensor_name"] = path.stem
+    if version is None and "tensor_name" not in known and (word := plain_word(path.stem)):
+        known["tensor_name"] = word
     original = known.pop("quant_type", None)
     quant_type, stage = _quant_type(original, notes)
     known = {"micro_batch": known.pop("sample", None)} | known

@@ -6,24 +6,29 @@ from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any
 
-from binade.collector.imports import checkpoint, megatron_fork, msprobe, sglang, transformer_engine
+from binade.collector.imports import megatron_fork, model_paths, msprobe, sglang, transformer_engine
 from binade.collector.imports.log import Importer, TensorLog, in_folders
+from binade.collector.imports.model_paths import Clues
 
-# The first importer that recognizes a file reads it. The Megatron fork's comes last, since it accepts any file and uses
-# what its name says.
+# The first importer that recognizes a file reads it.
 IMPORTERS: tuple[Importer, ...] = (
     transformer_engine.IMPORTER,
     msprobe.IMPORTER,
     sglang.IMPORTER,
-    checkpoint.IMPORTER,
     megatron_fork.IMPORTER,
 )
 
 
-def interpret(path: PurePath, metadata: object = None, key: str | None = None) -> TensorLog:
-    """What a file says about its tensor, and the iteration and the rank in the names of its folders. Never raises."""
+def interpret(path: PurePath, metadata: object = None, key: str | None = None, clues: Clues | None = None) -> TensorLog:
+    """What a file says about its tensor, and the iteration and the rank in the names of its folders. A tensor that no
+    tool has named is named by its path in the model, else after its key or its file. Never raises."""
+    clues = clues or Clues(PurePath(path.name))
     logs = (importer.read(path, metadata, key) for importer in IMPORTERS)
-    log = next((log for log in logs if log is not None), TensorLog())
+    log = next((log for log in logs if log is not None), None)
+    if log is None:
+        log = None if megatron_fork.describes(metadata) else model_paths.read(metadata, key, clues)
+        log = log or model_paths.checked(megatron_fork.in_metadata(path, metadata, key), key, clues)
+        log = model_paths.of_kind(log, clues.kind) if clues.kind else log
     missing: dict[str, Any] = {name: number for name, number in in_folders(path).items() if getattr(log, name) is None}
     return replace(log, **missing) if missing else log
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from binade.collector.imports.importer import FileJob, FileRead, read_file
+from binade.collector.imports.file_rows import FileJob, FileRead, read_file
 
 # One name of each version, and the words that it must give.
 NAMES = {

@@ -24,6 +24,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from binade.collector.imports import importer
+from binade.collector.imports.model_paths import Clues
 from binade.collector.imports.registry import interpret
 from binade.data.catalog import Catalog
 from binade.data.foreign import NAMELESS, load_foreign, opened
@@ -269,7 +270,7 @@ def test_an_archive_that_claims_more_than_it_has(tmp_path: Path):
     ],
 )
 def test_names_of_parameters(key: str, expected: tuple[object, ...]):
-    log = interpret(PurePath("model.safetensors"), None, key)
+    log = interpret(PurePath("model.safetensors"), None, key, Clues(PurePath("model.safetensors"), has_parameters=True))
     assert (log.layer_index, log.module, log.expert, log.tensor_name) == expected
 
 
