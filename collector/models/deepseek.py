@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from binade.collector.models.attention import LatentAttention
     from binade.collector.ranks import RankGroup
 
+LATENT_NORM_EPS = 1e-6
+
 
 @dataclass(frozen=True, kw_only=True)
 class DeepseekShape(RotaryShape):
@@ -40,6 +42,21 @@ class DeepseekShape(RotaryShape):
         "scoring_func": "softmax",
         "moe_layer_freq": 1,
     }
+    defaults: ClassVar = {
+        **RotaryShape.defaults,
+        "vocab_size": 102400,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "first_k_dense_replace": 0,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 1407,
+        "routed_scaling_factor": 1.0,
+    }
+    aliases: ClassVar = {"num_experts": "n_routed_experts"}
 
     qk_nope: int
     qk_rope: int
@@ -115,7 +132,14 @@ class DeepseekShape(RotaryShape):
         from binade.collector.models.attention import LatentAttention
 
         scale = (self.rope_scaling.softmax_scale if self.rope_scaling else 1.0) / math.sqrt(self.head_dim)
-        return LatentAttention(self.attention(layer), scale, self.build_norm, group)
+        return LatentAttention(self.attention(layer), scale, self.build_latent_norm, group)
+
+    @staticmethod
+    def build_latent_norm(width: int) -> nn.Module:
+        """rms_norm_eps is not for the norms of latents: modeling_deepseek.py and transformers leave theirs at 1e-6."""
+        from binade.collector.models.norm import RMSNorm
+
+        return RMSNorm(width, LATENT_NORM_EPS)
 
     def build_feed_forward(self, layer: int, group: RankGroup) -> nn.Module:
         from binade.collector.models.feedforward import MixtureOfExperts

@@ -26,6 +26,22 @@ class GPT2Shape(Shape):
         "scale_attn_by_inverse_layer_idx": False,
         "add_cross_attention": False,
     }
+    defaults: ClassVar = {
+        "vocab_size": 50257,
+        "n_positions": 1024,
+        "n_embd": 768,
+        "n_layer": 12,
+        "n_head": 12,
+        "n_inner": None,  # 4 n_embd
+        "layer_norm_epsilon": 1e-5,
+        "tie_word_embeddings": True,
+    }
+    aliases: ClassVar = {
+        "hidden_size": "n_embd",
+        "max_position_embeddings": "n_positions",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+    }
     modules: ClassVar = {
         "embedding": "transformer.wte",
         "position_embedding": "transformer.wpe",
@@ -106,12 +122,12 @@ class GPT2Shape(Shape):
         return cls(
             layers=settings["n_layer"],
             hidden=settings["n_embd"],
-            ffn=settings.get("n_inner") or 4 * settings["n_embd"],
+            ffn=settings["n_inner"] or 4 * settings["n_embd"],
             heads=settings["n_head"],
             vocab=settings["vocab_size"],
             max_sequence=settings["n_positions"],
             norm_eps=settings["layer_norm_epsilon"],
-            tied_embedding=settings.get("tie_word_embeddings", True),
+            tied_embedding=settings["tie_word_embeddings"],
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from binade.collector.models.rope_scaling import Llama3Scaling
 from binade.collector.models.shape import RotaryShape
@@ -17,6 +17,12 @@ class LlamaShape(RotaryShape):
     """A Llama's dimensions. kv_heads is the number of groups that share keys and values."""
 
     model_type = "llama"
+    defaults: ClassVar = {
+        **RotaryShape.defaults,
+        "vocab_size": 32000,
+        "num_key_value_heads": None,  # as many as heads
+        "head_dim": None,  # hidden_size / heads
+    }
 
     kv_heads: int
     head_dim: int
@@ -60,8 +66,8 @@ class LlamaShape(RotaryShape):
         common = cls.common_settings(settings)
         return cls(
             **common,
-            kv_heads=settings.get("num_key_value_heads") or common["heads"],
-            head_dim=settings.get("head_dim") or common["hidden"] // common["heads"],
+            kv_heads=settings["num_key_value_heads"] or common["heads"],
+            head_dim=settings["head_dim"] or common["hidden"] // common["heads"],
         )
 
 

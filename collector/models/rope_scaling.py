@@ -8,11 +8,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+MOST = 1e9  # far more than any published setting
 
 
 class UnfitError(Exception):
@@ -27,7 +29,7 @@ class RopeScaling(ABC):
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> Self:
-        """Raises KeyError for a setting that is missing."""
+        """As `modeling_rope_utils` of transformers reads them. Raises KeyError for a setting that is missing."""
         return cls(**{field.name: settings[field.name] for field in fields(cls)})
 
     @abstractmethod
@@ -64,16 +66,41 @@ class Llama3Scaling(RopeScaling):
 @dataclass(frozen=True)
 class YarnScaling(RopeScaling):
     """YaRN (arXiv 2309.00071): dimensions that turn fewer than beta_slow times in the original context are stretched by
-    `factor`, those that turn more than beta_fast times are kept. mscale and mscale_all_dim temper the attention."""
+    `factor`, those that turn more than beta_fast times are kept. mscale and mscale_all_dim temper the attention;
+    attention_factor replaces what they make of cos and sin. truncate: whether the two dimensions are whole numbers."""
 
     beta_fast: float
     beta_slow: float
     mscale: float
     mscale_all_dim: float
     original_max_position_embeddings: int
+    attention_factor: float | None = None
+    truncate: bool = True
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Any]) -> Self:
+        original, factor = settings["original_max_position_embeddings"], settings["factor"]
+        if factor is None:
+            factor = settings["max_position_embeddings"] / original
+        mscale, mscale_all_dim = (settings.get(name) or 0.0 for name in ("mscale", "mscale_all_dim"))
+        scaling = cls(
+            factor=factor,
+            beta_fast=settings.get("beta_fast") or 32.0,
+            beta_slow=settings.get("beta_slow") or 1.0,
+            mscale=mscale,
+            mscale_all_dim=mscale_all_dim,
+            original_max_position_embeddings=original,
+            attention_factor=settings.get("attention_factor"),
+            truncate=settings.get("truncate", True),
+        )
+        if scaling.attention_factor is None and not (mscale and mscale_all_dim):
+            return replace(scaling, attention_factor=scaling._temper(1.0))
+        return scaling
 
     @property
     def rotary_scale(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
         return self._temper(self.mscale) / self._temper(self.mscale_all_dim)
 
     @property
@@ -93,8 +120,10 @@ class YarnScaling(RopeScaling):
             length = self.original_max_position_embeddings
             return dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-        low = max(math.floor(index_of(self.beta_fast)), 0)
-        high = min(math.ceil(index_of(self.beta_slow)), dim - 1)
+        low, high = index_of(self.beta_fast), index_of(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, dim - 1)
         index = frequencies.new_tensor(range(len(frequencies)))
         stretched = ((index - low) / max(high - low, 0.001)).clamp(0, 1)
         return frequencies * (1 - stretched) + frequencies / self.factor * stretched
@@ -104,10 +133,15 @@ SCALINGS: Mapping[str, type[RopeScaling]] = {"llama3": Llama3Scaling, "yarn": Ya
 
 
 def rope_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A config.json's rotary settings: rope_parameters since transformers 5; before that, rope_theta and
-    rope_scaling."""
-    nested: Mapping[str, Any] | None = settings.get("rope_parameters")
-    return nested or {"rope_theta": settings["rope_theta"], **(settings.get("rope_scaling") or {})}
+    """A config.json's rotary settings: rope_parameters since transformers 5, rope_scaling before that, and what stands
+    beside them where they leave it out. Raises KeyError for a rope_theta that is missing."""
+    nested: Mapping[str, Any] = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
+    length = settings.get("original_max_position_embeddings")
+    beside = {"max_position_embeddings": settings.get("max_position_embeddings")}
+    beside["original_max_position_embeddings"] = beside["max_position_embeddings"]
+    if "rope_theta" not in nested:
+        beside["rope_theta"] = settings["rope_theta"]
+    return beside | dict(nested) | ({} if length is None else {"original_max_position_embeddings": length})
 
 
 def read_scaling(settings: Mapping[str, Any]) -> RopeScaling | None:
@@ -120,4 +154,10 @@ def read_scaling(settings: Mapping[str, Any]) -> RopeScaling | None:
         return None
     if kind not in SCALINGS:
         raise UnfitError(f"has the rope type {kind!r}, which is not one of default, {', '.join(SCALINGS)}")
-    return SCALINGS[kind].from_settings(rope)
+    scaling = SCALINGS[kind].from_settings(rope)
+    for field in fields(scaling):
+        value = getattr(scaling, field.name)
+        is_number = type(value) in (int, float) and 0 <= value < MOST
+        if not (is_number or value is field.default or type(value) is type(field.default)) or not scaling.factor > 0:
+            raise ValueError(f"{field.name} of the {kind} scaling is {value!r}: expected a positive number")
+    return scaling

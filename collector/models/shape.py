@@ -37,6 +37,8 @@ class Shape(ABC):
     model_type    the family's name at Hugging Face
     fixed         settings of a Hugging Face configuration that the family has no switch for, with the only values that
                   it can read
+    defaults      what transformers takes for the settings of a Hugging Face configuration that it leaves out; aliases,
+                  other names of settings that it reads
     modules       Hugging Face's modules for our embeddings, final norm, LM head and, without their numbers, layers
     unused        ends of the names of tensors that a checkpoint may hold and no model uses
     transposed    whether a checkpoint has the weights of linear layers as [inputs, outputs]
@@ -46,6 +48,8 @@ class Shape(ABC):
 
     model_type: ClassVar[str]
     fixed: ClassVar[Mapping[str, object]]
+    defaults: ClassVar[Mapping[str, object]] = {}
+    aliases: ClassVar[Mapping[str, str]] = {}
     modules: ClassVar[Mapping[str, str]]
     unused: ClassVar[tuple[str, ...]] = ()
     transposed: ClassVar[bool] = False
@@ -169,6 +173,16 @@ class RotaryShape(Shape):
         "attention_dropout": 0.0,
         "sliding_window": None,
     }
+    defaults: ClassVar[Mapping[str, object]] = {
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+    }
     modules: ClassVar = {
         "embedding": "model.embed_tokens",
         "layers": "model.layers",
@@ -202,7 +216,7 @@ class RotaryShape(Shape):
             "max_sequence": settings["max_position_embeddings"],
             "rope_theta": rope_settings(settings)["rope_theta"],
             "norm_eps": settings["rms_norm_eps"],
-            "tied_embedding": settings.get("tie_word_embeddings", False),
+            "tied_embedding": settings["tie_word_embeddings"],
             "rope_scaling": read_scaling(settings),
         }
 

@@ -27,8 +27,19 @@ KINDS = {
     float: ((int, float), f"a number from 0 to {MOST}"),
     bool: ((bool,), "true or false"),
 }
-# Types of model whose layers are those of a family here, by their name at Hugging Face.
-SAME_LAYERS = {"mistral": "llama"}
+# Types of model whose layers are those of a family here, by their name at Hugging Face, with the defaults in which they
+# differ.
+SAME_LAYERS: Mapping[str, tuple[str, Mapping[str, object]]] = {
+    "mistral": (
+        "llama",
+        {
+            "intermediate_size": 14336,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "sliding_window": 4096,
+        },
+    )
+}
 
 
 def shape_of(model: str, size: str) -> Shape:
@@ -75,8 +86,12 @@ def read_shape(path: Path) -> Shape:
     settings, source = (open_gguf(file).settings(), "its metadata") if file else (read_json(path / CONFIG), CONFIG)
     kind = settings.get("model_type")
     families = {type(shape).model_type: type(shape) for sizes in MODELS.values() for shape in sizes.values()}
-    family = families.get(SAME_LAYERS.get(str(kind), str(kind)))
+    same, defaults = SAME_LAYERS.get(str(kind), (str(kind), {}))
+    family = families.get(same)
     block_of(path, settings)
+    if family:
+        settings = {family.aliases.get(name, name): value for name, value in settings.items()}
+        settings = ({} if file else {**family.defaults, **defaults}) | settings
     try:
         if family is None:
             raise UnfitError(f"is a {kind!r} model")

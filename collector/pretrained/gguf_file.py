@@ -32,6 +32,10 @@ SETTINGS = {
     "rope_theta": "rope.freq_base",
     "vocab_size": "vocab_size",
 }
+# Those of rope_scaling, below rope.scaling.
+SCALING = {"rope_type": "type", "factor": "factor", "original_max_position_embeddings": "original_context_length"}
+# What llama.cpp takes where the metadata have none.
+DEFAULTS: dict[str, Any] = {"rope_theta": 10000.0, "num_key_value_heads": None, "head_dim": None}
 MAGIC = b"GGUF"
 DAMAGE = OSError, ValueError, IndexError, KeyError, OverflowError
 UNQUANTIZED = ("F32", "F16", "BF16", "F64")
@@ -66,11 +70,16 @@ class GgufFile:
                 "give the directory of its safetensors"
             )
         settings = {ours: self.get(f"{ARCHITECTURE}.{theirs}") for ours, theirs in SETTINGS.items()}
-        scaling = self.get(f"{ARCHITECTURE}.rope.scaling.type", "none")
-        return {name: value for name, value in settings.items() if value is not None} | {
+        known = DEFAULTS | {name: value for name, value in settings.items() if value is not None}
+        scaling = {ours: self.get(f"{ARCHITECTURE}.rope.scaling.{theirs}") for ours, theirs in SCALING.items()}
+        scaling = {name: value for name, value in scaling.items() if value is not None}
+        rotary = self.get(f"{ARCHITECTURE}.rope.dimension_count")
+        head = known["head_dim"] or known.get("hidden_size", 0) // max(1, known.get("num_attention_heads", 1))
+        return known | {
             "model_type": ARCHITECTURE,
             "tie_word_embeddings": "output.weight" not in self._tensors,
-            "rope_scaling": None if scaling == "none" else {"rope_type": scaling},
+            "rope_scaling": None if scaling.get("rope_type", "none") == "none" else scaling,
+            "partial_rotary_factor": rotary / head if rotary and head else 1.0,
         }
 
     def quantized(self) -> tuple[str, ...]:
