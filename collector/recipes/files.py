@@ -66,6 +66,7 @@ from typing import Any
 
 from binade.collector.errors import raising
 from binade.collector.recipes.draft import OF_ROUNDED, RecipeDraft, for_operand
+from binade.collector.recipes.foreign_config import recognized
 from binade.collector.recipes.recipe import (
     BF16,
     LINEAR_OPERANDS,
@@ -92,7 +93,7 @@ SECTIONS = (*PARTS, MODULES, "keep", *TABLES, "schedule")
 LONGEST_EXCERPT = 80
 Reader = Callable[[str, str], RecipeDraft]
 # A recipe in front of the path of a precision file: a name, with the options of a spec, or the path of a .toml file.
-ON_BASE = re.compile(r"(?P<base>[^/+()]+(?:\([^()]*\))?|[^+]+\.toml)\+(?P<file>.+\.yaml)")
+ON_BASE = re.compile(r"(?P<base>[^/+()]+(?:\([^()]*\))?|[^+]+\.toml)\+(?P<file>.+\.(?:ya?ml|cfg))")
 START = re.compile(r"[1-9]\d{0,8}|(100|\d{1,2})(\.\d+)?%")
 
 
@@ -123,6 +124,8 @@ def draft_of(text: str, quant_type: str) -> RecipeDraft:
     """As `read_draft`, from TOML text. Raises RecipeError."""
     with raising(RecipeError, "is not TOML", ValueError, RecursionError):
         tables = tomllib.loads(text)
+    if tables.keys() - {*ABOUT, *SECTIONS} and (message := recognized(tables)):
+        raise RecipeError(message)
     return draft_from(tables, quant_type)
 
 

@@ -47,6 +47,9 @@ ALL = ("linear", "qk", "pv", "product")
 PREFIXES = {"FA_linear_": ("linear", "qk"), "FA_": ("qk",), "linear_": ("linear",), "": ALL}
 READERS: dict[str, Reader] = {".toml": draft_of, ".yaml": precision_file.draft_of}
 """What reads the user's own files, by the end of their name."""
+READERS_TOO: dict[str, Reader] = {".yml": precision_file.draft_of, ".cfg": precision_file.draft_of,
+                                  ".json": precision_file.draft_of_json}  # fmt: skip
+"""The same for names that other tools use."""
 WITHOUT = re.compile(r",?\s*without=([^,()]*)")
 BACKWARD = re.compile(r",?\s*backward=([^,()]*)")
 
@@ -117,9 +120,10 @@ def _draft(text: str) -> tuple[str, RecipeDraft]:
     under = ""
     if on_base := ON_BASE.fullmatch(base):
         under, base = on_base["base"], on_base["file"]
-    path = PUBLISHED.get(base) or (Path(base) if Path(base).suffix in READERS else None)
+    readers = READERS | READERS_TOO
+    path = PUBLISHED.get(base) or (Path(base) if Path(base).suffix in readers else None)
     options = [f"backward={backward}"] * bool(backward) + [f"without={'+'.join(ingredients)}"] * bool(ingredients)
-    reader = READERS[path.suffix] if path else None
+    reader = readers[path.suffix] if path else None
     name = path.stem + f"({', '.join(options)})" * bool(options) if path else text
     if under:
         of_base, draft = _draft(under)
@@ -141,7 +145,7 @@ def recipe_of(config: Mapping[str, Any]) -> Recipe | None:
     try:
         if "recipe_toml" in config:
             return draft_of(str(config["recipe_toml"]), name).recipe(name)
-        return None if any(suffix in name for suffix in READERS) else parse_recipe(name)
+        return None if any(suffix in name for suffix in READERS | READERS_TOO) else parse_recipe(name)
     except ValueError:
         return None
 

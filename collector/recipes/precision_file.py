@@ -30,6 +30,7 @@ from binade.collector.errors import raising
 from binade.collector.models.site import SEPARATE, megatron_paths
 from binade.collector.recipes.draft import Formats, RecipeDraft
 from binade.collector.recipes.files import PUBLISHED, as_table, as_text, check_keys, excerpt, read_draft
+from binade.collector.recipes.foreign_config import recognized
 from binade.collector.recipes.recipe import (
     BF16,
     GLOB,
@@ -146,6 +147,8 @@ def draft_of(content: str, quant_type: str, base: RecipeDraft | None = None) -> 
         loaded, is_small = _load(content)
     if not is_small:
         raise RecipeError(f"has more than {MOST_VALUES:,} values: write it without aliases to aliases")
+    if not (isinstance(loaded, dict) and {"configs", "matchers"} & loaded.keys()) and (message := recognized(loaded)):
+        raise RecipeError(message)
     sections = _checked(loaded, {"configs": (), "matchers": ()}, "the file")
     configs = {name: _config(config, f"configs.{name}") for name, config in _entries(sections, "configs")}
     matched: dict[str, str] = {}  # the config by pattern
@@ -173,6 +176,11 @@ def draft_of(content: str, quant_type: str, base: RecipeDraft | None = None) -> 
         unused.append(f"{IN_BF16} in {draft.keep}, which the recipe keeps in bf16")
     draft.about = replace(draft.about, leaves_out=(*draft.about.leaves_out, *unused))
     return draft
+
+
+def draft_of_json(content: str, quant_type: str) -> RecipeDraft:
+    """As `draft_of`, from JSON, which is YAML but for its tabs."""
+    return draft_of(content.replace("\t", " "), quant_type)
 
 
 def _apply(stage: RecipeDraft, matched: Mapping[str, Config], quant_type: str, has_base: bool) -> None:
