@@ -52,6 +52,8 @@ BESIDES = frozenset(
     }
 )
 DEEPEST = 32  # dicts in dicts
+NUMPY_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+LFS = b"version https://git-lfs.github.com/spec/"  # how a pointer to a file begins
 LARGEST_INFLATED = 1 << 32  # bytes of an array of a .npz, if no other limit is known
 QUANTIZED = "quantized tensors of Transformer Engine are not decoded: only high_precision values are read"
 NAMELESS = "in lists, by number or of a name that is used twice, as those of an optimizer, are not read"
@@ -191,10 +193,14 @@ def _open(path: Path) -> int:
         reason = "it is a symbolic link" if error.errno == errno.ELOOP else (error.strerror or str(error)).lower()
         raise TensorFileError(reason) from error
     status = os.fstat(descriptor)
-    if stat.S_ISREG(status.st_mode) and status.st_size:
+    is_file = stat.S_ISREG(status.st_mode)
+    is_pointer = is_file and os.pread(descriptor, len(LFS), 0) == LFS
+    if is_file and status.st_size and not is_pointer:
         return descriptor
     os.close(descriptor)
-    raise TensorFileError("it is empty (0 bytes)" if stat.S_ISREG(status.st_mode) else "it is not a regular file")
+    if is_pointer:
+        raise TensorFileError("it is a pointer of Git LFS, not the file that it stands for: run git lfs pull")
+    raise TensorFileError("it is empty (0 bytes)" if is_file else "it is not a regular file")
 
 
 def _guarded(tensors: Iterator[ForeignTensor]) -> Iterator[ForeignTensor]:
@@ -271,7 +277,7 @@ def _torch(descriptor: int, size: int, room: int | None) -> Found:
         return (), iter([_usable(None, None, content, size, room)])
     if isinstance(content, dict) and isinstance(content.get("tensor"), Tensor):
         return (), iter([_usable(None, content.get("metadata"), content["tensor"], size, room)])
-    return _of_dict(content if isinstance(content, dict) else {}, size, room)
+    return _of_dict(content if isinstance(content, dict) else {0: content}, size, room)
 
 
 def _of_dict(content: dict[Any, Any], size: int, room: int | None) -> Found:
@@ -428,8 +434,10 @@ def _arrays(path: str, entries: list[zipfile.ZipInfo], room: int | None) -> Iter
                 raise TooLargeError(_too_large("its arrays are read whole", entry.file_size, room or LARGEST_INFLATED))
             with file.open(entry) as opened_entry:
                 version = np.lib.format.read_magic(opened_entry)
-                header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-                shape, _, kind = header[version](opened_entry)
+                if version not in NUMPY_HEADERS:
+                    yield ForeignTensor(key, None, None, refused="its header is not of version 1.0 or 2.0 of .npy")
+                    continue
+                shape, _, kind = NUMPY_HEADERS[version](opened_entry)
             if reason := _not_float(kind):
                 yield ForeignTensor(key, None, None, kind.name, refused=reason)
             elif math.prod(shape) * kind.itemsize > entry.file_size:

@@ -21,6 +21,7 @@ from binade.collector.imports.log import Importer, TensorLog
 from binade.collector.imports.model_paths import Clues, names_parameter
 from binade.collector.imports.registry import interpret, statistics_of
 from binade.data.foreign import ForeignTensor, TooLargeError, opened
+from binade.data.runs import is_unicode
 from binade.data.segment import Identity, LoggedRow, Origin, Score, TensorRow, Trace
 from binade.data.store import FileState, TensorFileError, sha256
 from binade.data.tensor_kinds import MAPS
@@ -76,6 +77,9 @@ def read_file(job: FileJob) -> FileRead:
             for number, foreign in enumerate(file.tensors):
                 if foreign.tensor is None or foreign.dtype is None:
                     refused.append(Refusal(name, foreign.refused or "it contains no tensor", foreign.key))
+                    continue
+                if foreign.key is not None and not is_unicode(foreign.key):
+                    doubtful["its name in the file is not valid Unicode"] += 1
                     continue
                 clues = Clues(PurePath(name), tuple(foreign.tensor.shape), has_parameters, job.kind)
                 log = interpret(path, foreign.metadata, foreign.key, clues)

@@ -147,6 +147,8 @@ def rope_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
 def read_scaling(settings: Mapping[str, Any]) -> RopeScaling | None:
     """The scaling in a config.json, None if there is none. Raises KeyError, ValueError or UnfitError."""
     rope = rope_settings(settings)
+    if type(rope["rope_theta"]) in (int, float) and not rope["rope_theta"] > 0:
+        raise ValueError(f"rope_theta is {rope['rope_theta']!r}: expected a number above 0")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise UnfitError(f"has partial_rotary_factor {rope['partial_rotary_factor']!r}")
     kind = rope.get("rope_type", rope.get("type", "default"))

@@ -111,7 +111,9 @@ def block_of(path: Path, settings: Mapping[str, Any]) -> tuple[int, int] | None:
     quantization = settings.get("quantization_config")
     if not quantization:
         return None
-    method, block = (dict(quantization).get(name) for name in ("quant_method", "weight_block_size"))
+    if not isinstance(quantization, dict):
+        raise ConfigError(f"checkpoint {path}: quantization_config is {quantization!r}: expected an object")
+    method, block = (quantization.get(name) for name in ("quant_method", "weight_block_size"))
     if method != "fp8" or not isinstance(block, list) or [type(size) for size in block] != [int, int] or min(block) < 1:
         raise ConfigError(
             f"checkpoint {path} is quantized by {method!r} in blocks of {block} (quantization_config): only 'fp8' with "

@@ -24,6 +24,8 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from binade.collector.imports import importer
+from binade.collector.imports.file_rows import FileJob, read_file
+from binade.collector.imports.files import File
 from binade.collector.imports.model_paths import Clues
 from binade.collector.imports.registry import interpret
 from binade.data.catalog import Catalog
@@ -283,3 +285,39 @@ def test_a_module_of_torch_and_a_hostile_name(imported: Import, tmp_path: Path):
     table = imported(folder)
     assert len(table) == 6 and sorted(table["layer_index"].dropna()) == [1, 1, 2, 2]
     assert table[table["layer_index"].isna()]["module"].isna().all()
+
+
+def npz(*entries: tuple[str, bytes]) -> bytes:
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as file:
+        for name, array in entries:
+            file.writestr(name, array)
+    return content.getvalue()
+
+
+def saved(content: object) -> bytes:
+    file = io.BytesIO()
+    torch.save(content, file)
+    return file.getvalue()
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0a\nsize 3\n"
+OF_NUMPY = b"\x93NUMPY%c\x00v\x00{'descr': '<f4', 'fortran_order': False, 'shape': (2,), }"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("a.safetensors", POINTER, "it is a pointer of Git LFS, not the file that it stands for: run git lfs pull"),
+        ("a.pt", POINTER, "it is a pointer of Git LFS, not the file that it stands for: run git lfs pull"),
+        ("a.pt", saved([tensor(0), tensor(1)]), f"2 tensors {NAMELESS}"),
+        ("a.pt", saved({"a\ud800": tensor(0)}), "1 tensor: its name in the file is not valid Unicode"),
+        ("a.npz", npz(("a.npy", OF_NUMPY % 3)), "its header is not of version 1.0 or 2.0 of .npy"),
+        ("a.npz", npz(("a.npy", b"no array")), "damaged, or not of the type that its name indicates: the magic string"),
+    ],
+)
+def test_files_that_are_no_tensors_are_one_line(tmp_path: Path, name: str, content: bytes, reason: str):
+    (tmp_path / name).write_bytes(content)
+    file = File(str(tmp_path / name), name, len(content), 0)
+    (refusal,) = read_file(FileJob(1, file, "run", ())).refused
+    assert refusal.reason.startswith(reason) and refusal.line.isprintable()

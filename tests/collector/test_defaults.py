@@ -175,6 +175,7 @@ def test_the_norms_of_latents_have_an_epsilon_of_their_own(tmp_path: Path):
         ({"rope_type": "llama3", "factor": "8", "low_freq_factor": 1, "high_freq_factor": 4}, "invalid"),
         ({"rope_type": "yarn", "factor": 0}, "factor of the yarn scaling is 0: expected a positive number"),
         ({"rope_type": "yarn", "factor": [4]}, "invalid"),
+        ({"rope_theta": 0}, "rope_theta is 0: expected a number above 0"),
         ("yarn", "invalid"),
     ],
 )
@@ -183,3 +184,10 @@ def test_rotary_settings_that_cannot_be_read_are_one_line(rope: object, said: st
     with pytest.raises(ConfigError, match=said) as caught:
         read_shape(path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["fp8", True, [1], 3, float("nan")])
+def test_a_quantization_that_is_no_object_is_one_line(value: object, tmp_path: Path):
+    path = directory(tmp_path, "llama", FULL["llama"] | {"quantization_config": value})
+    with pytest.raises(ConfigError, match=r"quantization_config is .*: expected an object"):
+        read_shape(path)
