@@ -257,8 +257,11 @@ def _quantization(content: Table) -> str | None:
 
 
 def _training(content: Table) -> str | None:
-    """Of torchtune, axolotl, LLaMA-Factory and others."""
-    if _find(content, "_component_", "model_name_or_path", "base_model") is None:
+    """Of torchtune, axolotl, LLaMA-Factory, verl, Composer and others."""
+    precision = _text(content.get("precision"))
+    if precision.startswith("amp_"):
+        return "te_delayed" if "fp8" in precision else "linear_fp16" if "fp16" in precision.split("_") else "bf16"
+    if _find(content, "_component_", "model_name_or_path", "base_model", "actor_rollout_ref") is None:
         return None
     return "torchao_tensorwise" if _find(content, "fp8", "enable_fp8_training") is True else "bf16"
 
@@ -273,6 +276,6 @@ TOOLS = (
     Tool("Hugging Face's quantization_config", _quantization),
     Tool("accelerate", _accelerate),
     Tool("DeepSpeed", _deepspeed),
-    Tool("a training (torchtune, axolotl, LLaMA-Factory)", _training),
+    Tool("a training (torchtune, axolotl, LLaMA-Factory, verl, Composer or OLMo)", _training),
     Tool("NeMo or Megatron", _megatron),
 )

@@ -50,6 +50,10 @@ MOST_VALUES = 100_000  # of a file, with those of its aliases
 TYPE, TE_TYPE = "transformer_engine_config_type", "TEQuantizationParams"
 TRAINING, EVALUATION = "training_recipe", "evaluation_recipe"
 FP8, FP4, FP8_FORMAT = "fp8_quantization_recipe", "fp4_quantization_recipe", "fp8_format"
+OTHER = (
+    "is no precision file of Megatron Core, which has configs and matchers, and no configuration of a tool that Binade "
+    "knows: choose a recipe from `binade list recipes`, or write a .toml file"
+)
 IN_BF16 = "override_nonquantized_autocast"
 ELEMENTS = {"e4m3": "e4m3", "hybrid": "e5m2"}  # of gradients, by fp8_format
 PUBLISHED_AS = {"tensorwise": "te_current", "blockwise": "te_block", "mxfp8": "te_mxfp8", "nvfp4": "te_nvfp4"}
@@ -147,8 +151,8 @@ def draft_of(content: str, quant_type: str, base: RecipeDraft | None = None) -> 
         loaded, is_small = _load(content)
     if not is_small:
         raise RecipeError(f"has more than {MOST_VALUES:,} values: write it without aliases to aliases")
-    if not (isinstance(loaded, dict) and {"configs", "matchers"} & loaded.keys()) and (message := recognized(loaded)):
-        raise RecipeError(message)
+    if isinstance(loaded, dict) and loaded and not {"configs", "matchers"} & loaded.keys():
+        raise RecipeError(recognized(loaded) or OTHER)
     sections = _checked(loaded, {"configs": (), "matchers": ()}, "the file")
     configs = {name: _config(config, f"configs.{name}") for name, config in _entries(sections, "configs")}
     matched: dict[str, str] = {}  # the config by pattern

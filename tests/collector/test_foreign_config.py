@@ -171,6 +171,9 @@ FILES: list[tuple[str, str | dict[str, Any], str, str]] = [
         "a training (torchtune",
         "bf16",
     ),
+    ("olmo.yaml", {"run_name": "x", "precision": "amp_bf16"}, "a training (torchtune", "bf16"),
+    ("composer.yaml", {"max_duration": "1ep", "precision": "amp_fp8"}, "a training (torchtune", "te_delayed"),
+    ("verl.yaml", {"actor_rollout_ref": {"model": {"path": "Qwen"}}}, "a training (torchtune", "bf16"),
     ("axolotl.yml", {"base_model": "NousResearch/Llama-3.2-1B", "bf16": "auto"}, "a training (torchtune", "bf16"),
 ]
 
