@@ -90,10 +90,11 @@ def fake_quantize(
         backend: "triton", "torch", or "auto": Triton for CUDA tensors, torch for CPU tensors. All give the same bits.
         **options: Options of the spec, such as scale="rceil" or block="16x16", see `specs.OPTIONS`.
 
-    NaN stays NaN. In a format with scales, one NaN or Inf makes everything that shares its scale NaN; but with
-    scale=amax or pow2, Inf makes that scale 1. There, and without scales, Inf saturates or stays Inf, depending on
-    `overflow`. -0 is kept where the format has it. The result is rounded to x's
-    dtype; a value beyond the range of that dtype becomes Inf (possible in float16 with a large block scale).
+    NaN stays NaN. A finite value never becomes NaN. It becomes Infinity only beyond the largest value of a format with
+    overflow=inf, or where it rounds to a value that x's dtype does not have. In a format with scales, one NaN or Inf
+    makes everything that shares its scale NaN; but with scale=amax or pow2, Inf makes that scale 1. There, and without
+    scales, Inf saturates or stays Inf, depending on `overflow`. -0 is kept where the format has it. The result is
+    rounded to x's dtype.
 
     Raises:
         TypeError: x is not a float32, bfloat16 or float16 tensor.

@@ -182,7 +182,7 @@ class Quest(PowerOfTwoScaling):
     def deviation(self, total: Tensor, squares: Tensor, spec: Options) -> Tensor:
         """The standard deviation of blocks with these sums, float32 [groups, 1]."""
         share = 1.0 / self.kernel_constant(spec)  # a division by n would round otherwise on CUDA
-        return (squares * share - (total * share).square()).clamp(min=0).sqrt().float()
+        return (squares * share - (total * share).square()).clamp(min=0).sqrt().clamp(max=FLOAT32_MAX).float()
 
     def kernel_constant(self, spec: Options) -> float:
         assert spec.block and spec.block.size
@@ -464,8 +464,8 @@ class Unclipped(TwoLevel):
 
     def wanted(self, largest: Tensor, spec: Options, absmax: Tensor) -> tuple[Tensor, ...]:
         tensor_scale = absmax / torch.full_like(absmax, self.limit(spec))
-        scaled = (largest / torch.full_like(largest, self._target(spec))) / tensor_scale
-        return (torch.where(largest == 0, torch.zeros_like(scaled), scaled),)
+        wanted = largest / torch.full_like(largest, self._target(spec))
+        return (torch.where(wanted == 0, wanted, wanted / tensor_scale),)  # of subnormals, the tensor scale may be 0
 
 
 class Headroom(TwoLevel):
@@ -524,6 +524,9 @@ class FourOverSix(TwoLevel):
     Transformer Engine `quantize_4over6_nvfp4.cuh`: mae, 256, neither rotation nor stochastic rounding. fouroversix
     `reference.py`: mse, 256; values are not clamped to 6, so that under a subnormal scale one may become 8. FlashInfer:
     mae, 448. Quartet II: ties away from zero, and a scale of 0 becomes 1.
+
+    Step 3 multiplies by absmax before it divides, as Transformer Engine does: of a tensor whose absmax exceeds 1.27e35,
+    the products of its largest values overflow to Infinity.
     """
 
     name = "4over6"
@@ -552,7 +555,10 @@ class Eden(TwoLevel):
     Not for all: the mean over rotations of e₀ + 0.1 e₁ is (0.990, 0.198), a bias of 1/101 of its length.
     `quartet_2.py:34-185`: half of stochastic rounding's error. Runs of 16 are rounded to nearest, ties away, with the
     targets 6 / (0.93 · 17/16) for 6 and 255.99 for 448, so that some values clip. The scales of 128 neighbors are then
-    multiplied by Σv² / Σ(v·q), v the scaled values and q the elements, and rounded stochastically to E4M3."""
+    multiplied by Σv² / Σ(v·q), v the scaled values and q the elements, and rounded stochastically to E4M3.
+
+    A scale that underflows to 0 becomes 1, which makes its values 0. In a subnormal tensor whose tensor scale
+    underflows, the source divides 0 by 0; here all of it becomes 0."""
 
     name = "eden"
     blocks = (Block(1, 16),)
@@ -569,9 +575,10 @@ class Eden(TwoLevel):
 
     def quantize(self, x: Tensor, spec: Options, absmax: Tensor, u: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         assert u is not None, "MS-EDEN rounds its scales stochastically"
-        tensor_scale, largest = absmax / torch.full_like(absmax, self.limit(spec)), nan_max(x)
-        scale = (largest / torch.full_like(absmax, self.TARGET)) / tensor_scale
-        scale = nearest(torch.where(largest == 0, torch.ones_like(scale), scale), E4M3)
+        tensor_scale = absmax / torch.full_like(absmax, self.limit(spec))
+        wanted = nan_max(x) / torch.full_like(absmax, self.TARGET)
+        scale = nearest(torch.where(wanted == 0, wanted, wanted / tensor_scale), E4M3)
+        scale = torch.where(scale == 0, 1.0, scale)
         encoded = scaled(x, self.factors(scale, spec, absmax))
         values = round_to_element(encoded, spec.format.element, spec.rounding, spec.overflow)
         together = self.RUN // x.shape[-1]

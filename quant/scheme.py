@@ -85,6 +85,9 @@ class Scaling:
     options     the options of `specs.OPTIONS` that only some schemes have: their values, the default first
     kernel      how the compiled kernels compute the scale of a vector by themselves, if they do
 
+    Finite values stay finite, unless the docstring says otherwise. Only a value that rounds to 2^128, which float32
+    does not have, becomes Infinity. tests/quant/test_finite.py checks all schemes.
+
     Methods take values as [groups, block] float32, scales as [groups, 1] (one for all if a tensor shares it), and
     absmax as a float32 scalar or [groups, 1]: `outer_absmax` of the outer block, or the largest magnitude in the tensor
     if that shares a scale, NaN if any element is NaN; with delayed scaling the scale itself; 0 where none is needed.

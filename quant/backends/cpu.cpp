@@ -250,7 +250,8 @@ inline Scale block_scale(float absmax, const Format& f, const Outer& outer, floa
         float wanted = absmax * (outer.encode * f.inverse);
         if (f.rule == UNCLIPPED) {
             const float target = static_cast<float>(f.max * 16.0 / 17.0);
-            wanted = absmax == 0.0f ? 0.0f : absmax / target / outer.decode;
+            wanted = absmax / target;
+            wanted = wanted == 0.0f ? wanted : wanted / outer.decode;  // of subnormals, decode may be 0
         }
         if (f.rule == FOUR_OVER_SIX) wanted = larger * (absmax / f.max * outer.encode);
         float scale = round_to_element<1, NEAREST, false>(wanted, e4m3);
