@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from binade.collector.capture.adapters.dtensor import is_dtensor
 from binade.collector.capture.adapters.engine import place
 from binade.collector.capture.adapters.layer import Detach, Layer, distinct, is_a, set_on, whole
 from binade.collector.capture.adapters.products import tensors_in
@@ -31,7 +32,8 @@ from binade.data.segment import Shard
 from binade.data.tensor_kinds import TENSOR_KINDS, Other, TensorKind
 from binade.quant.gemm import sampling
 
-NORM = re.compile(r"(Layer|RMS)Norm$")  # ends the names of their classes
+NORM = re.compile(r"(Layer|RMS)Norm(1P)?$")  # ends the names of their classes
+SAMPLED_ROWS = 8
 # For a norm in a sequence-parallel region, whose gain has Megatron's mark: each rank has a part of the tokens.
 SHARDS = {"a": "rows", "y": "rows", "grad": "rows", "grad_b": "partial"}
 
@@ -121,11 +123,15 @@ def _shard_of_norm(recording: Recording, layer: Layer, name: str) -> Shard:
 
 
 def _forward(recording: Recording, layer: Layer, kinds: dict[str, TensorKind]) -> Callable[..., Any]:
-    """The module's forward. Recorded are the first tensor among its arguments ("a"), its weight ("b"), its result ("y")
-    and, once they arrive, the gradients of the result ("grad") and the weight ("grad_b")."""
+    """The module's forward. Recorded are the first tensor among its arguments ("a"), its weight ("b"), of a norm the
+    gain that multiplies, its result ("y") and, once they arrive, the gradients of the result ("grad") and the weight
+    ("grad_b")."""
     forward: Callable[..., Any] = layer.module.forward
+    is_norm = any(kind.product is Other.NORM for kind in kinds.values())
+    zero_centered: bool | None = None
 
     def watched(*args: Any, **kwargs: Any) -> Any:
+        nonlocal zero_centered
         moment = None if recording.policy.idle else recording.policy.begin()
         if moment is None or not moment.recording:
             return forward(*args, **kwargs)
@@ -142,18 +148,51 @@ def _forward(recording: Recording, layer: Layer, kinds: dict[str, TensorKind]) -
 
         weight: Tensor | None = layer.weight
         first_pass = not running_backward()
+        sample = None
         if first_pass:
-            show("a", next(tensors_in((args, kwargs)), None))
-            show("b", weight)
+            x = next(tensors_in((args, kwargs)), None)
+            show("a", x)
+            if is_norm and "b" in kinds and x is not None and zero_centered is None:
+                sample = rows_of(x, SAMPLED_ROWS).clone()  # some norms overwrite their input
+            elif not is_norm:
+                show("b", weight)
         result = forward(*args, **kwargs)
         y = next(tensors_in((result,)))
         if first_pass:
+            if sample is not None and weight is not None:
+                zero_centered = is_zero_centered(layer.module, weight, sample, y)
+            if is_norm and weight is not None:
+                show("b", 1 + weight.detach().float() if zero_centered else weight)
             show("y", y)
         if y.requires_grad and not kinds.keys().isdisjoint(("grad", "grad_b")):
             y.register_hook(arrived)  # type: ignore[no-untyped-call]
         return result
 
     return watched
+
+
+def rows_of(x: Tensor, count: int) -> Tensor:
+    """The first rows of x [..., columns], of a DTensor those of this rank."""
+    local = x.to_local() if is_dtensor(x) else x
+    return local.detach().reshape(-1, local.shape[-1] if local.dim() else 1)[:count]
+
+
+@torch.no_grad()
+def is_zero_centered(module: nn.Module, weight: Tensor, x: Tensor, y: Tensor) -> bool | None:
+    """Whether a norm multiplies by 1 + w and not by its weight w, as those of Gemma, Qwen3-Next and Megatron's
+    layernorm_zero_centered_gamma do: by its result y [..., columns], whose first rows are those of x [rows, columns].
+    None if these say neither. Waits for a GPU."""
+    w = rows_of(weight, 1).double()[0]
+    x, y = x.double(), rows_of(y, len(x)).double()
+    if not (x.shape == y.shape and x.shape[-1:] == w.shape):
+        return None
+    bias = getattr(module, "bias", None)
+    y = y - rows_of(bias, 1).double() if isinstance(bias, Tensor) and bias.shape == weight.shape else y
+    eps = next((e for name in ("eps", "variance_epsilon") if isinstance(e := getattr(module, name, None), float)), 0.0)
+    centered = x - x.mean(-1, keepdim=True)
+    normed = [part * (part.square().mean(-1, keepdim=True) + eps).rsqrt() for part in (x, centered)]
+    plain, shifted = (min(float((y - n * gain).norm()) for n in normed) for gain in (w, 1 + w))
+    return shifted < plain if min(plain, shifted) < 0.1 * float(y.norm()) else None
 
 
 def _next_gradient(x: Tensor, show: Callable[[Tensor], None]) -> None:
