@@ -204,6 +204,8 @@ _FIELDS = (
           "the product rounded as for the rollout and all others as for training, mean over sequences", log=True),
     _decibels("result_sqnr_db", "SQNR of the result", "10·log₁₀(‖AB‖² / ‖Q(A)Q(B) − AB‖²) of a GEMM, both products in "
               "the tensors’ dtype"),
+    _decibels("second_sqnr_db", "SQNR of the second rounding", "of an operand that a GEMM rounds from its rounded "
+              "forward value: 10·log₁₀(Σy² / Σ(q−y)²), y that value. Its SQNR is that of both roundings"),
     Field("scale_spread", "Spread of block scales", "binades", "log₂ of the largest block scale over the smallest, "
           "without the lowest and highest 1% of the blocks", ".0f", resolution=1.0),
     Field("tensor_scale", "Tensor scale", "", "what all values were multiplied by before a GEMM rounded them, where "

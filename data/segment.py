@@ -135,6 +135,9 @@ class Score:
                  loss. None where no gradient, or none of sampled labels, was seen
     blocks       see quant.block_histograms; empty where they were not measured
     rounded_with of a used format; in others nothing is set
+    second_sqnr_db
+                 of an operand that the GEMM rounded from its rounded forward value: the error of this second rounding
+                 alone. `error` is that of both. None for others, and in a row that ranks merged
     """
 
     format: str
@@ -145,6 +148,7 @@ class Score:
     loss_second_by_sequence: Sequence[float] | None = None
     blocks: Mapping[str, Histogram] = field(default_factory=dict)
     rounded_with: RoundedWith = RoundedWith()
+    second_sqnr_db: float | None = None
 
 
 @dataclass(frozen=True)
@@ -253,6 +257,7 @@ _SCORE = (  # fields of a Score
     ("used", pa.bool_()),
     ("loss_first_by_sequence", _BY_SEQUENCE),
     ("loss_second_by_sequence", _BY_SEQUENCE),
+    ("second_sqnr_db", _REAL),
 )
 
 TENSOR_SCHEMA = pa.schema(

@@ -84,11 +84,11 @@ class _Flash(torch.autograd.Function):
         if tap:
             factors = (_running_maxima(scores, ctx.tile) - log_sum).exp()
             tap = _scaled(tap, lambda x: x * _by_key(factors, ctx.tile, scores))
-        is_rounded = how.formats.softmax.rounded
-        wgrad_a = _operand(how.rounded_forward(probs, "forward_a", -1) if is_rounded else probs, how, "wgrad_a", value)
+        rounded = how.rounded_forward(probs, "forward_a", -1) if how.formats.softmax.rounded else None
         grad_probs, grad_value = gradients(
-            wgrad_a, value, grad, how, ctx.needs_input_grad, tap=tap, dgrad_dtype=torch.float32
-        )
+            _operand(probs, how, "wgrad_a", value), value, grad, how, ctx.needs_input_grad, tap=tap,
+            dgrad_dtype=torch.float32, rounded_a=None if rounded is None else _operand(rounded, how, "wgrad_a", value),
+        )  # fmt: skip
         if grad_probs is None:
             return None, grad_value, None, None
         delta = (grad.float() * output.float()).sum(-1, keepdim=True)

@@ -155,6 +155,7 @@ def look(
     seed: int = 0,
     sign_seed: int | None = None,
     absmax: Tensor | None = None,
+    source: Tensor | None = None,
     **options: object,
 ) -> Blocks:
     """x [any shape] rounded to a format, blocks along `dim`. Options and errors as in `fake_quantize`.
@@ -163,16 +164,19 @@ def look(
     sign_seed  of random signs; default: seed
     absmax     of the tensor from which x is a sample, for formats with one scale per tensor; with delayed scaling, the
                scale itself
+    source     what is rounded in place of x: x as an earlier GEMM rounded it. Errors remain those against x
     """
     spec = Spec.of(fmt, **options)
     sign_seed = seed if sign_seed is None else sign_seed
-    coded = transform(x, spec, dim, sign_seed)
+    coded = transform(x if source is None else source, spec, dim, sign_seed)
     block = GROUP if not spec.has_blocks else spec.block
     absmax = outer_absmax(coded, spec, dim) if absmax is None else absmax
     absmax = per_group(absmax, coded, dim, block) if absmax.dim() else absmax
     u = noise_blocks(coded, spec, dim, block, seed)
     blocks = to_blocks(coded, dim, block).float()
     values, scale, y = quantize_blocks(blocks, spec, absmax, u)
+    if source is not None:
+        blocks = to_blocks(transform(x, spec, dim, sign_seed), dim, block).float()
     scale = spec.scaling.multiplier(scale, spec, absmax)
     valid = to_blocks(torch.ones_like(coded, dtype=torch.bool), dim, block)
     back = from_blocks(y.to(coded.dtype), coded, dim, block)

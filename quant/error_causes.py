@@ -13,7 +13,7 @@ The three add up to Q − x. Their squares do not add up to its square, as they 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -88,16 +88,18 @@ def error_causes(
     seed: int = 0,
     sign_seed: int | None = None,
     absmax: Tensor | None = None,
+    source: Tensor | None = None,
 ) -> ErrorCauses:
     """The causes of the error of x [any shape, on the CPU] in a format, blocks along `dim`, by the reference, piece by
-    piece. A spec that transforms values is measured on the coded ones. seed, sign_seed and absmax as in
+    piece. A spec that transforms values is measured on the coded ones. seed, sign_seed, absmax and source as in
     `blocks.look`."""
-    coded = transform(x, spec, dim, seed if sign_seed is None else sign_seed) if x.numel() else x
+    signs = seed if sign_seed is None else sign_seed
+    of_x, coded = (transform(y, spec, dim, signs) if y.numel() else y for y in (x, x if source is None else source))
     block = GROUP if not spec.has_blocks else spec.block
     absmax = outer_absmax(coded, spec, dim) if absmax is None else absmax
     absmax = per_group(absmax, coded, dim, block) if absmax.dim() and coded.numel() else absmax
     u = noise_blocks(coded, spec, dim, block, seed)
-    blocks = to_blocks(coded, dim, block)
+    blocks, xs = to_blocks(coded, dim, block), to_blocks(of_x, dim, block)
     squares = torch.zeros(blocks.shape, dtype=torch.float32)
     noise, total = torch.zeros(len(CAUSES), dtype=torch.float64), torch.zeros(5, dtype=torch.float64)
     by_binade = torch.zeros(len(CAUSES) * (HIGHEST - LOWEST), dtype=torch.float64)
@@ -105,8 +107,9 @@ def error_causes(
     rows = max(1, PIECE // max(blocks.shape[-1], 1))
     for start in range(0, len(blocks) if x.numel() else 0, rows):
         at = slice(start, start + rows)
-        piece = _piece(blocks[at].float(), spec, absmax[at] if absmax.dim() else absmax, None if u is None else u[at])
-        piece = _in(piece, coded.dtype)
+        before, noises = blocks[at].float(), None if u is None else u[at]
+        piece = _piece(before, spec, absmax[at] if absmax.dim() else absmax, noises)
+        piece = replace(piece, x=xs[at].float(), y=piece.y.to(coded.dtype).float())
         finite = piece.x.isfinite() & ~piece.y.isnan()
         error = torch.where(finite, piece.y.double() - piece.x.double(), 0.0)
         square = error.square()
@@ -118,9 +121,7 @@ def error_causes(
         binade = (torch.frexp(piece.magnitudes[used])[1].long() - 1).clamp(LOWEST, HIGHEST - 1) - LOWEST
         by_binade += torch.bincount(binade * len(CAUSES) + cause[used], square[used], len(by_binade))
         if rounded_scale:
-            total += _scale_sums(
-                piece, torch.where(finite, piece.y.double(), 0.0), finite, None if u is None else u[at]
-            )
+            total += _scale_sums(piece, before, torch.where(finite, piece.y.double(), 0.0), finite, noises)
     whole = float(noise.sum())
     table = by_binade.reshape(-1, len(CAUSES)).numpy()
     present = table.sum(1) > 0
@@ -142,17 +143,11 @@ def _piece(x: Tensor, spec: Spec, absmax: Tensor, u: Tensor | None) -> Blocks:
     return Blocks(spec, x, values, y, scale, torch.ones_like(x, dtype=torch.bool), y)
 
 
-def _in(piece: Blocks, dtype: torch.dtype) -> Blocks:
-    """The piece with y as a tensor of this dtype holds it."""
-    y = piece.y.to(dtype).float()
-    return Blocks(piece.spec, piece.x, piece.values, y, piece.scale, piece.valid, y)
-
-
-def _scale_sums(piece: Blocks, y: Tensor, finite: Tensor, u: Tensor | None) -> Tensor:
-    """The five sums of ScaleCost, not divided."""
+def _scale_sums(piece: Blocks, before: Tensor, y: Tensor, finite: Tensor, u: Tensor | None) -> Tensor:
+    """The five sums of ScaleCost, not divided. before: what was rounded to y."""
     spec, x = piece.spec, piece.x.double()
-    scale = x.abs().amax(-1, keepdim=True) / spec.format.element.max
-    scaled = torch.where(scale > 0, x / scale, 0.0).float()
+    scale = before.double().abs().amax(-1, keepdim=True) / spec.format.element.max
+    scaled = torch.where(scale > 0, before / scale, 0.0).float()
     ideal = round_to_element(scaled, spec.format.element, spec.rounding, spec.overflow, u).double() * scale
     used = finite & ideal.isfinite()
     of_scale = torch.where(used, y - ideal, 0.0)

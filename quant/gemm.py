@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -36,12 +36,14 @@ from binade.quant.transform import coded_mean, transform, transform_back, untran
 class Observed:
     """The argument of a tap: an operand (with the quantized tensor, if any) or a result of a GEMM.
 
+    tensor     the operand before any rounding, or the result
     name       of the forward product "a", "b", "y"; of dgrad "grad", "dgrad_b", "grad_a"; of wgrad "wgrad_grad",
                "wgrad_a", "grad_b". An operand that had a name in an earlier GEMM is shown before it is rounded
     spec       of the operand; None if it runs as it is, and None for a result
     quantized  the operand as the product takes it: of the coded values, if the spec transforms them. The product adds
                what a mean that was subtracted contributes, see `quant.transform`
-    coded      what was rounded to `quantized`: `tensor`, or its coded values
+    source     what was rounded, if not `tensor`: of a backward operand, the rounded forward operand
+    coded      what was rounded to `quantized`: `source` or `tensor`, or the coded values of this
     scales     block scales as `quantizer.apply` returns them
     dim        the axis of `tensor` that was contracted (operands)
     absmax     the scale that delayed scaling used
@@ -57,6 +59,7 @@ class Observed:
     tensor: Tensor
     spec: Spec | None = None
     quantized: Tensor | None = None
+    source: Tensor | None = None
     coded: Tensor | None = None
     scales: Tensor | None = None
     dim: int = -1
@@ -105,6 +108,7 @@ class Rounding:
     trains      False in an evaluation, which leaves the histories alone
     heads       how many heads the rows of the first operand and of the gradient belong to, one after the other, in a
                 product of heads that share the second operand; each head is rounded on its own
+    used        the scales with which delayed scaling rounded the forward operands of this call
     """
 
     formats: GemmFormats
@@ -114,6 +118,7 @@ class Rounding:
     again: bool = False
     trains: bool = True
     heads: int = 1
+    used: dict[str, Tensor] = field(default_factory=dict, compare=False)
 
     def by_head(self, x: Tensor, which: str) -> Tensor:
         """The operand x [..., heads · m, k] as [..., heads, m, k], if its rows belong to several heads."""
@@ -121,13 +126,19 @@ class Rounding:
             return x
         return x.reshape(*x.shape[:-2], self.heads, -1, x.shape[-1])
 
-    def operand(self, x: Tensor, which: str, dim: int, tap: Tap | None = None, name: str = "") -> Tensor:
-        """The operand x as the product uses it; it is shown to the tap under this name."""
+    def operand(
+        self, x: Tensor, which: str, dim: int, tap: Tap | None = None, name: str = "", original: Tensor | None = None
+    ) -> Tensor:
+        """The operand x as the product uses it; it is shown to the tap under this name. original: the operand before
+        any rounding, if x is its rounded forward value."""
         spec, rows = self.formats[which], x
         x = self.by_head(rows, which)
+        tensor, source = x.detach(), None
+        if original is not None:
+            tensor, source = self.by_head(original, which).detach(), x.detach()
         if spec is None:
             if tap:
-                tap(Observed(name, x.detach(), dim=dim))
+                tap(Observed(name, tensor, source=source, dim=dim))
             return rows
         index = OPERAND_FIELDS.index(which)
         signs = self._signs(which)
@@ -137,6 +148,7 @@ class Rounding:
             histories = self.histories if self.histories is not None else {}
             again = self.again and which.startswith("forward")
             scale = histories.setdefault(which, ScaleHistory(spec)).use(coded, again, self.trains)
+            self.used[which] = scale
         seed, plain = self.seed * len(OPERAND_FIELDS) + index, untransformed(spec)
         q, scales = apply(coded, plain, dim, self.backend, tap is not None, seed, scale)
         if tap:
@@ -145,7 +157,7 @@ class Rounding:
                 operand = transform(x, spec, dim, signs)
                 return transform_back(apply(operand, plain, dim, seed=seed, absmax=scale)[0], x, spec, dim, signs)
 
-            tap(Observed(name, x.detach(), spec, q, coded, scales, dim, scale, seed, signs, rounded=rounded))
+            tap(Observed(name, tensor, spec, q, source, coded, scales, dim, scale, seed, signs, rounded=rounded))
         return q.view_as(rows) if self.heads > 1 else q
 
     def _signs(self, which: str) -> int:
@@ -157,8 +169,8 @@ class Rounding:
         return coded_mean(x, self.formats[which], dim, self._signs(which))
 
     def exact(self, gemm: str, product: Callable[[], Tensor]) -> Callable[[], Tensor] | None:
-        """The product, for `Observed.exact`; None if this GEMM rounds neither operand."""
-        return product if any(self.formats[name] for name in OPERAND_FIELDS if name.startswith(gemm)) else None
+        """The product, for `Observed.exact`; None if this GEMM takes both operands as they are."""
+        return product if self.formats.rounds(gemm) else None
 
     def check_differentiable(self) -> None:
         """Raises RuntimeError in a backward pass that is itself differentiated, if the product is quantized."""
@@ -179,7 +191,8 @@ class Rounding:
         if spec is None:
             return x
         seed = self.seed * len(OPERAND_FIELDS) + OPERAND_FIELDS.index(forward)
-        q = apply(self.by_head(x, forward), spec, dim, self.backend, seed=seed)[0]
+        signs, scale = self._signs(forward), self.used.get(forward)
+        q = apply(self.by_head(x, forward), spec, dim, self.backend, seed=seed, absmax=scale, sign_seed=signs)[0]
         return q.view_as(x) if self.heads > 1 else q
 
 
@@ -235,27 +248,30 @@ def gradients(
     transpose_b: bool = False,
     tap: Tap | None = None,
     dgrad_dtype: torch.dtype | None = None,
+    rounded_a: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of a and b from that of `matmul`'s result, each if it is needed. dgrad_dtype: in which dgrad is
-    computed, if not in that of its operands."""
+    computed, if not in that of its operands. rounded_a: what wgrad takes in place of a; default: what the formats
+    say."""
     if _sampling:
         return _sampled(a, b, grad, needed, transpose_b, tap)
     gq = how.operand(grad, "dgrad_grad", -1, tap, "grad")
     da = db = None
     if needed[0]:  # [m, n] · [n, k]
         source = how.forward_again(b, "dgrad_b", "forward_b", -1 if transpose_b else -2)
-        bq = how.operand(source, "dgrad_b", -2 if transpose_b else -1, tap, "dgrad_b")
+        bq = how.operand(source, "dgrad_b", -2 if transpose_b else -1, tap, "dgrad_b", None if source is b else b)
         gq, bq = (x.to(dgrad_dtype or x.dtype) for x in (gq, bq))
         da = _with_mean(gq, bq if transpose_b else bq.transpose(-1, -2), how.mean(grad, "dgrad_grad", -1))
         if tap:
             exact = how.exact("dgrad", lambda: multiply(grad, b if transpose_b else b.transpose(-1, -2)))
             tap(Observed("grad_a", da, exact=exact))
     if needed[1]:  # contracted over m, and over the batch axes that b lacks
-        source = how.forward_again(a, "wgrad_a", "forward_a", -1)
+        source = how.forward_again(a, "wgrad_a", "forward_a", -1) if rounded_a is None else rounded_a
+        twice = source is not a
         if b.dim() == 2:
             grad, a, source = grad.flatten(0, -2), a.flatten(0, -2), source.flatten(0, -2)
         gq = how.operand(grad, "wgrad_grad", -2, tap, "wgrad_grad")
-        aq = how.operand(source, "wgrad_a", -2, tap, "wgrad_a")
+        aq = how.operand(source, "wgrad_a", -2, tap, "wgrad_a", a if twice else None)
         nu, mu = how.mean(grad, "wgrad_grad", -2), how.mean(source, "wgrad_a", -2)
         of_means = None if nu is None or mu is None else _wgrad(nu, mu, transpose_b) * len(grad)
         db = _wgrad(gq, aq, transpose_b, of_means)

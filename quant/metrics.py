@@ -355,6 +355,31 @@ def errors_later(
     return _errors(_error_sums(x, q, _saturated(x, spec, scales, dim, absmax)), x.numel())
 
 
+def errors_from_later(
+    x: Tensor,
+    source: Tensor,
+    q: Tensor,
+    spec: Spec,
+    scales: Tensor | None,
+    dim: int,
+    absmax: Tensor | None = None,
+    rows: Tensor | None = None,
+) -> Later[Errors]:
+    """As `errors_later`, for a q that was rounded from `source`: x as it had been rounded before. A value that either
+    rounding makes 0 is flushed; one that exceeds the scale of the second saturates. rows: as in
+    `score_of_rows_later`."""
+    absmax = outer_absmax(source, spec, dim) if absmax is None else absmax
+    if spec.scaling.per_element:
+        over: Tensor | None = from_blocks(look(x, spec, dim, source=source).clipped, x, dim, spec.block)
+    else:
+        over = _saturated(x, spec, scales, dim, absmax)
+    over = torch.zeros_like(x, dtype=torch.bool) if over is None else over
+    parts = [x.detach(), q.detach(), over]
+    if rows is not None:
+        parts = [part.flatten(0, -2).index_select(0, rows) for part in parts]
+    return _errors(_error_sums(*parts), parts[0].numel())
+
+
 def of_original(coded: Later[Errors], x: Tensor, q: Tensor) -> Later[Errors]:
     """The error of q, float32, against x, with the flushed and saturated shares of the coded values: those of a
     centered spec. No GEMM rounds q to x's dtype: it multiplies the mean separately."""

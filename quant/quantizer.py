@@ -44,12 +44,13 @@ def apply(
     want_scales: bool = False,
     seed: int = 0,
     absmax: Tensor | None = None,
+    sign_seed: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """(y, scales): quantize-dequantize. scales is None unless wanted and blocks have scales: then float32, shaped
     [outer, blocks along dim, inner] over x's axes before and after `dim`.
 
     A spec that transforms values returns them transformed back, and the scales of the coded ones. absmax: the scale of
-    delayed scaling.
+    delayed scaling. sign_seed: of random signs; default: seed.
     """
     check_tensor(x, dim, seed)
     chosen = resolve_backend(backend, x)
@@ -58,9 +59,10 @@ def apply(
         has_blocks = spec.has_blocks
         return torch.empty_like(x), torch.empty(0, device=x.device) if want_scales and has_blocks else None
     if spec.transforms:
-        coded, plain = transform(x, spec, dim, seed), untransformed(spec)
+        signs = seed if sign_seed is None else sign_seed
+        coded, plain = transform(x, spec, dim, signs), untransformed(spec)
         rounded, scales = apply(coded, plain, dim, backend, want_scales, seed, absmax)
-        return transform_back(rounded, x, spec, dim, seed).to(x.dtype), scales
+        return transform_back(rounded, x, spec, dim, signs).to(x.dtype), scales
     return backends.quantize_dequantize(x, spec, dim, absmax, chosen, want_scales, seed)
 
 

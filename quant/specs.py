@@ -39,6 +39,7 @@ __all__ = [
     "known_specs",
 ]
 
+TILED = Block(1, 128)  # what shares a scale of a scheme for blocks, in a format without a block size
 TEXT = re.compile(r"\s*([\w-]+)\s*(?:\((.*)\)\s*)?", re.DOTALL)
 
 
@@ -208,7 +209,8 @@ def _default_block(chosen: Chosen) -> Block | None:
     if not _scaling(chosen).blocks:
         return None
     size = chosen["format"].block_size
-    return Block(1, size) if size else TENSOR
+    usual = Block(1, size) if size else TENSOR
+    return usual if _scaling(chosen).fits(usual) else TILED
 
 
 def _delayed(chosen: Chosen) -> bool:
@@ -391,8 +393,13 @@ class GemmFormats:
         return spec
 
     def is_same(self, operand: str) -> bool:
-        """Whether a backward operand, before it is rounded, is the forward operand of that name."""
-        return operand not in self.of_rounded and not (operand == "wgrad_a" and self.softmax.tile)
+        """Whether a backward operand, before any rounding, is the forward operand of that name."""
+        return not (operand == "wgrad_a" and self.softmax.tile)
+
+    def rounds(self, gemm: str) -> bool:
+        """Whether an operand of this GEMM is rounded, by it or by the forward GEMM before."""
+        again = (*self.of_rounded, *(("wgrad_a",) if self.softmax.rounded and self.forward_a else ()))
+        return any(self[name] or name in again for name in OPERAND_FIELDS if name.startswith(gemm))
 
     @property
     def quantized(self) -> bool:

@@ -211,7 +211,8 @@ def _score(score: Score, parts: Sequence[TensorRow], replicas: Sequence[Sequence
     blocks = _added([part_score.blocks for part in parts if (part_score := scores[id(part)])])
     same = all(part_score.rounded_with == score.rounded_with for part_score in scores.values() if part_score)
     rounded_with = score.rounded_with if same else RoundedWith()
-    return Score(score.format, error, score.gemm, score.used, first, second, blocks, rounded_with)
+    again = score.second_sqnr_db if len(parts) == 1 else None
+    return Score(score.format, error, score.gemm, score.used, first, second, blocks, rounded_with, again)
 
 
 def _changes(replicas: Sequence[Sequence[Score | None]], name: str) -> list[float] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -18,6 +19,7 @@ from binade.quant.gemm import Observed
 from binade.quant.later import Later, LaterPart
 from binade.quant.metrics import (
     Errors,
+    errors_from_later,
     errors_later,
     loss_terms_later,
     of_original,
@@ -25,13 +27,16 @@ from binade.quant.metrics import (
     score_of_rows_later,
     scores_later,
 )
-from binade.quant.specs import Spec
-from binade.quant.transform import untransformed
+from binade.quant.reference import absmax_over
+from binade.quant.specs import TENSOR, Spec
+from binade.quant.transform import transform, untransformed
 
 
 @dataclass
 class Tried:
-    """One format on one operand of one GEMM; used: whether the GEMM rounded the operand to it, and then with what."""
+    """One format on one operand of one GEMM; used: whether the GEMM rounded the operand to it, and then with what.
+    second_sqnr: of the second rounding alone, if the GEMM rounded what the forward GEMM had rounded; infinite if it
+    took that as it was."""
 
     format: str
     gemm: Gemm | None
@@ -41,6 +46,7 @@ class Tried:
     first: Later[list[float]] | None = None
     second: Later[list[float]] | None = None
     rounded_with: Later[RoundedWith] = field(default_factory=lambda: Later.known(RoundedWith()))
+    second_sqnr: Later[float] | None = None
 
     def predict(
         self,
@@ -63,12 +69,15 @@ class Tried:
 
     @property
     def results(self) -> list[Later[Any]]:
-        return [result for result in (self.errors, self.blocks, self.first, self.second, self.rounded_with) if result]
+        results = self.errors, self.blocks, self.first, self.second, self.rounded_with, self.second_sqnr
+        return [result for result in results if result]
 
     def score(self) -> Score:
         first, second = (term() if term else None for term in (self.first, self.second))
         blocks = self.blocks() if self.blocks else {}
-        return Score(self.format, self.errors(), self.gemm, self.used, first, second, blocks, self.rounded_with())
+        again = self.second_sqnr() if self.second_sqnr else None
+        error, how = self.errors(), self.rounded_with()
+        return Score(self.format, error, self.gemm, self.used, first, second, blocks, how, again)
 
 
 @lru_cache(maxsize=256)  # asked for every tensor of a recorded step
@@ -92,8 +101,13 @@ def try_formats(
     error is measured, without blocks; of all where a rotation mixes rows. On a GPU nothing waits for it."""
     trials = []
     used = None if seen.spec is None else str(seen.spec)
+    if seen.source is not None and seen.spec is None:  # the GEMM takes what the forward GEMM rounded
+        forward = [trial for trial in before if trial.used and trial.gemm == Gemm.FORWARD]
+        nothing = Later.known(math.inf)
+        trials = [replace(one, gemm=gemm, blocks=None, first=None, second=None, second_sqnr=nothing) for one in forward]
+        used = forward[0].format if forward else None
     if rows is not None:
-        return _tried_of_rows(seen, formats, gemm, rows)
+        return trials + _tried_of_rows(seen, [fmt for fmt in formats if str(Spec.of(fmt)) != used], gemm, rows)
     if seen.spec and used and seen.coded is not None and seen.quantized is not None:
         trials.append(_measured(seen, seen.spec, gemm, blocks))
     formerly = {trial.format: trial for trial in before if not trial.used}
@@ -119,10 +133,12 @@ def _tried_of_rows(seen: Observed, formats: Sequence[str], gemm: Gemm | None, ro
 
     trials = []
     if used and seen.coded is not None and seen.quantized is not None:
-        used_rows = rows_of(used)
-        operand = seen.coded, untransformed(used), dim, used_rows
-        errors = _of_original(score_of_rows_later(*operand, seen.quantized, seen.absmax), seen, used, used_rows)
-        trials.append(Tried(str(used), gemm, True, errors, rounded_with=_rounded_with(seen, used)))
+        used_rows, again = rows_of(used), None
+        errors = score_of_rows_later(seen.coded, untransformed(used), dim, used_rows, seen.quantized, seen.absmax)
+        if seen.source is not None:
+            errors, again = _from_tensor(seen, used, used_rows), errors.map(_sqnr)
+        errors = _of_original(errors, seen, used, used_rows)
+        trials.append(Tried(str(used), gemm, True, errors, rounded_with=_rounded_with(seen, used), second_sqnr=again))
     for spec in map(Spec.of, formats):
         if str(spec) != str(used):
             trials.append(Tried(str(spec), gemm, False, score_of_rows_later(seen.tensor, spec, dim, rows_of(spec))))
@@ -133,22 +149,38 @@ def _measured(seen: Observed, spec: Spec, gemm: Gemm | None, blocks: bool) -> Tr
     """The error that rounding the operand made."""
     x, q = seen.coded, seen.quantized
     assert x is not None and q is not None
-    plain, histograms = untransformed(spec), None
-    if blocks and seen.scales is not None and x.numel():
+    plain, histograms, again = untransformed(spec), None, None
+    if blocks and seen.scales is not None and x.numel() and seen.source is None:
         errors, histograms = score_blocks_later(x, plain, seen.dim, q, seen.scales, seen.absmax)
     else:
         errors = errors_later(x, q, plain, seen.scales, seen.dim, seen.absmax)
+    if seen.source is not None:
+        errors, again = _from_tensor(seen, spec), errors.map(_sqnr)
     errors = _of_original(errors, seen, spec)
-    return Tried(str(spec), gemm, True, errors, histograms, rounded_with=_rounded_with(seen, spec))
+    return Tried(str(spec), gemm, True, errors, histograms, rounded_with=_rounded_with(seen, spec), second_sqnr=again)
+
+
+def _sqnr(errors: Errors) -> float:
+    return errors.sqnr_db
+
+
+def _from_tensor(seen: Observed, spec: Spec, rows: Tensor | None = None) -> Later[Errors]:
+    """The error of an operand that was rounded twice, in its coded values, against the tensor before any rounding."""
+    x, plain = transform(seen.tensor, spec, seen.dim, seen.sign_seed), untransformed(spec)
+    assert seen.coded is not None and seen.quantized is not None
+    return errors_from_later(x, seen.coded, seen.quantized, plain, seen.scales, seen.dim, seen.absmax, rows)
 
 
 def _rounded_with(seen: Observed, spec: Spec) -> Later[RoundedWith]:
     """What the operand was rounded with. The scale of a spec without a history follows from the statistics of the
-    tensor, which the row has: see `rows.DraftRow`."""
+    tensor, which the row has: see `rows.DraftRow`. That of the second of two roundings follows from the first."""
     seeds = RoundedWith(
         noise_seed=seen.noise_seed if spec.noisy else None,
         sign_seed=seen.sign_seed if spec.signs == "random" else None,
     )
+    if seen.absmax is None and seen.source is not None and seen.coded is not None and not spec.transforms:
+        absmax = LaterPart(absmax_over(seen.coded, seen.dim, TENSOR))
+        return Later(lambda most: replace(seeds, tensor_scale=spec.scaling.of_tensor(spec, float(most))), absmax)
     if seen.absmax is None:
         return Later.known(seeds)
     return Later(lambda scale: replace(seeds, tensor_scale=float(scale)), LaterPart(seen.absmax))

@@ -94,7 +94,8 @@ def _values(
     table = grid.codebook_histogram(sample)
     shares = table["share"] * (table["high"] - table["low"])
     what = "a sample of the values" if sample.every > 1 else "all values"
-    return _histogram(spec, table.assign(share=shares), what)
+    drawn, why = _histogram(spec, table.assign(share=shares), what)
+    return drawn, " ".join(filter(None, (recorded.before(spec), why)))
 
 
 def _from_sketch(opened: Catalog, row: pd.Series, spec: Spec) -> tuple[dict[str, Any] | None, str]:

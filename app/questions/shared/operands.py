@@ -37,10 +37,11 @@ def operand(tensor_id: str | None, gemm: object) -> dict[str, str | None]:
 
 def scores_in(opened: Catalog, tensor_id: str, gemm: str) -> pd.DataFrame:
     """The errors of each format in one GEMM, and how it rounded: format, gemm, used, sqnr_db, the shares of the error,
-    tensor_scale, noise_seed, sign_seed; the highest SQNR first."""
+    tensor_scale, noise_seed, sign_seed, second_sqnr_db; the highest SQNR first."""
     table = opened.ask(
         "SELECT score.format, score.gemm, score.used, score.sqnr_db, score.flushed_error_share,"
-        " score.saturated_error_share, score.tensor_scale, score.noise_seed, score.sign_seed"
+        " score.saturated_error_share, score.tensor_scale, score.noise_seed, score.sign_seed,"
+        " score.second_sqnr_db"
         " FROM score JOIN tensor USING (key) WHERE tensor_id = ?",
         [tensor_id],
     )

@@ -16,10 +16,11 @@ from binade.data.tensor_kinds import has_tokens
 from binade.data.text import number_text
 from binade.quant.blocks import GROUP, Blocks, energy, look, sample
 from binade.quant.error_causes import ErrorCauses, error_causes
-from binade.quant.metrics import Errors, score
+from binade.quant.metrics import Errors, errors_from_later, score
+from binade.quant.quantizer import apply
 from binade.quant.reference import outer_absmax, to_blocks
 from binade.quant.specs import ROW, TENSOR, Block, Spec
-from binade.quant.transform import residual
+from binade.quant.transform import residual, transform, untransformed
 
 MAX_SIDE = 400  # pixels of a heatmap, each way
 LIMIT = 1 << 20  # values of a larger tensor are sampled
@@ -44,19 +45,24 @@ class Subject:
 
 @dataclass(frozen=True)
 class Recorded:
-    """How a GEMM rounded a tensor when it was recorded. format: the text of the spec; None if it was not rounded.
-    twice: whether it rounded what the forward GEMM had rounded."""
+    """How a GEMM rounded a tensor when it was recorded.
+
+    format  the text of the spec; None if it was not rounded
+    axis    that it was rounded along, if that is not the one that the GEMM contracts
+    first   how the forward GEMM had rounded the tensor, if this GEMM rounded the result of that
+    """
 
     format: str | None
     used: RoundedWith
-    twice: bool = False
+    axis: int | None = None
+    first: Recorded | None = None
 
     @classmethod
-    def of(cls, row: Mapping[Any, Any] | pd.Series) -> Recorded:
+    def of(cls, row: Mapping[Any, Any] | pd.Series, axis: int | None = None, first: Recorded | None = None) -> Recorded:
         """By a tensor's row in the index, or by that of a score that was used."""
         scale, noise, signs = (None if pd.isna(row[f.name]) else row[f.name] for f in fields(RoundedWith))
         seeds = (None if seed is None else int(seed) for seed in (noise, signs))
-        return cls(None if pd.isna(row["format"]) else str(row["format"]), RoundedWith(scale, *seeds))
+        return cls(None if pd.isna(row["format"]) else str(row["format"]), RoundedWith(scale, *seeds), axis, first)
 
     def in_format(self, spec: Spec) -> bool:
         """Whether the tensor was rounded to this spec."""
@@ -64,10 +70,12 @@ class Recorded:
 
     def problem(self, spec: Spec) -> str:
         """Why rounding the values to this spec would not give what a GEMM used, or ""."""
-        if self.twice and self.in_format(spec):
+        if (first := self._first(spec)) and (reason := first.problem(Spec.of(str(first.format)))):
+            return f"This GEMM rounded to {spec} what the forward GEMM had rounded. {reason}"
+        if first and spec.centered:
             return (
-                f"This GEMM rounded to {spec} what the forward GEMM had rounded, which is not repeated here: choose "
-                "the forward GEMM, or another format."
+                f"This GEMM rounded to {spec} what the forward GEMM had rounded, which is not repeated here for "
+                "center=tokens: choose the forward GEMM, or another format."
             )
         if spec.history and not (self.in_format(spec) and self.used.tensor_scale is not None):
             return (
@@ -80,18 +88,51 @@ class Recorded:
             return f"{spec} draws random numbers, and this run did not record their seed: record the run again."
         return ""
 
-    def look(self, x: Tensor, spec: Spec, dim: int, absmax: Tensor | None = None) -> Blocks:
-        """x rounded to a spec: if it is the recorded one, in the same way. absmax: as in `quant.blocks.look`."""
-        how = self._arguments(spec)
-        return look(x, spec, dim, **({"absmax": absmax} | how))
+    def along(self, spec: Spec, dim: int) -> int:
+        """The axis to round along to a spec, for a GEMM that contracts `dim`."""
+        return dim if self.axis is None or not self.in_format(spec) else self.axis
+
+    def source(self, x: Tensor, spec: Spec) -> Tensor | None:
+        """x as the forward GEMM rounded it, if rounding to this spec is repeated from that; else None."""
+        if (first := self._first(spec)) is None:
+            return None
+        before, axis = Spec.of(str(first.format)), -1 if first.axis is None else first.axis
+        how = first._arguments(before)
+        return apply(x, before, axis, seed=how["seed"], sign_seed=how["sign_seed"], absmax=how.get("absmax"))[0]
+
+    def look(
+        self, x: Tensor, spec: Spec, dim: int, absmax: Tensor | None = None, source: Tensor | None = None
+    ) -> Blocks:
+        """x rounded to a spec: if it is the recorded one, in the same way. absmax and source: as in
+        `quant.blocks.look`; by default, source is that of x."""
+        how = {"source": self.source(x, spec) if source is None else source, "absmax": absmax}
+        return look(x, spec, self.along(spec, dim), **(how | self._arguments(spec)))
 
     def score(self, x: Tensor, spec: Spec, dim: int) -> Errors:
         """The error of all values, rounded as by `look`."""
-        return score(x, spec, dim, **self._arguments(spec))
+        how, dim, source = self._arguments(spec), self.along(spec, dim), self.source(x, spec)
+        if source is None:
+            return score(x, spec, dim, **how)
+        values, coded = (transform(y, spec, dim, how["sign_seed"]) for y in (x, source))
+        plain, absmax = untransformed(spec), how.get("absmax")
+        q, scales = apply(coded, plain, dim, want_scales=True, seed=how["seed"], absmax=absmax)
+        return errors_from_later(values, coded, q, plain, scales, dim, absmax)()
 
     def causes(self, x: Tensor, spec: Spec, dim: int) -> ErrorCauses:
         """The causes of the error of all values, rounded as by `look`."""
-        return error_causes(x, spec, dim, **self._arguments(spec))
+        how = {"source": self.source(x, spec)}
+        return error_causes(x, spec, self.along(spec, dim), **(how | self._arguments(spec)))
+
+    def before(self, spec: Spec) -> str:
+        """A sentence on what was rounded to this spec, if it was not the tensor, or ""."""
+        if not self.in_format(spec):
+            return ""
+        if self.first:
+            return f"Rounded first by the forward GEMM, to {self.first.format}: the error is that of both roundings."
+        return "" if self.axis is None else "This GEMM multiplies what the forward GEMM rounded."
+
+    def _first(self, spec: Spec) -> Recorded | None:
+        return self.first if self.in_format(spec) else None
 
     def _arguments(self, spec: Spec) -> dict[str, Any]:
         """How `look`, `score` and `error_causes` repeat the rounding."""
@@ -119,6 +160,7 @@ def subject(
     `limit` values, a sample of lines, with the scale of the whole tensor if the format has one; its stochastic rounding
     draws other numbers. Raises BudgetError."""
     spec = Spec.of(fmt)
+    dim = recorded.along(spec, dim)
     check([RoundingCost(spec, tuple(x.shape), dim, limit)])
     part, every = _part(x, spec, dim, limit)
     if every == 1:
@@ -127,7 +169,11 @@ def subject(
         centered = subject(residual(x), Spec.of(spec, center="none"), dim, limit)
         return replace(centered, blocks=replace(centered.blocks, signal=energy(part)))
     whole = TENSOR in _shares(spec) and not spec.history and not spec.hadamard
-    return Subject(recorded.look(part, spec, -1, outer_absmax(x, spec, dim) if whole else None), every, x.numel())
+    source = recorded.source(x, spec)
+    absmax = outer_absmax(x if source is None else source, spec, dim) if whole else None
+    source_part = None if source is None else _part(source, spec, dim, limit)[0]
+    along_last = replace(recorded, axis=None)
+    return Subject(along_last.look(part, spec, -1, absmax, source_part), every, x.numel())
 
 
 def _shares(spec: Spec) -> set[Block | None]:

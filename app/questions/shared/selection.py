@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -21,11 +20,9 @@ from binade.data.catalog import USED, Catalog, CatalogError
 from binade.data.filter import Filter
 from binade.data.names import distinct_names
 from binade.data.store import TensorFileError
-from binade.data.tensor_kinds import OF_ROUNDED
 from binade.quant.specs import Spec
 
 MOST_LISTED = 5000  # tensors to choose from
-IN_RECIPES = {"dgrad": ("dgrad", "dquery", "dprobs"), "wgrad": ("wgrad", "dkey", "dvalue")}  # names of GEMMs there
 UNSCORED = "mxfp4"  # the format that a tensor is rounded to where none is chosen and nothing is scored
 
 
@@ -135,10 +132,10 @@ def _tensor(opened: Catalog, where: Filter, values: Mapping[str, Any]) -> Select
         return Drawn(problems=(f"{tensor_id} is {of}, and not of {gemm}: choose another GEMM.",))
     gemm = gemm or next(iter(known), "")
     part, dim = along(x, row, gemm)
-    used = _used(opened, row, gemm)
+    used, spec = _used(opened, row, gemm), applied(spec, row)
+    recorded = recorded_of(opened, row, gemm, used)
     return SelectedTensor(
-        opened, where, row=row, x=part, spec=applied(spec, row), gemm=gemm, dim=dim,
-        recorded=recorded_of(opened, row, gemm, used),
+        opened, where, row=row, x=part, spec=spec, gemm=gemm, dim=recorded.along(spec, dim), recorded=recorded,
         recorded_sqnr_db=math.nan if used is None else float(used["sqnr_db"]),
     )  # fmt: skip
 
@@ -149,17 +146,15 @@ def recorded_in(opened: Catalog, row: pd.Series, gemm: str) -> Recorded:
 
 
 def recorded_of(opened: Catalog, row: pd.Series, gemm: str, used: pd.Series | None) -> Recorded:
-    """The same, from the row or the score that has it."""
-    return NOT_RECORDED if used is None else replace(Recorded.of(used), twice=_twice(opened, row, gemm))
-
-
-def _twice(opened: Catalog, row: pd.Series, gemm: str) -> bool:
-    """Whether a GEMM rounds the rounded forward operand, by the lines of its run's recipe."""
-    if gemm not in IN_RECIPES:
-        return False
-    config = json.loads(opened.runs().set_index("run_id")["config"].get(row["run_id"], "{}"))
-    names = tuple(f".{name}.{row['tensor_name']} " for name in IN_RECIPES[gemm])
-    return any(OF_ROUNDED in line and any(name in line for name in names) for line in config.get("operands") or ())
+    """The same, from the row or the score that has it. A GEMM that took what the forward GEMM had rounded has an error
+    of a second rounding. It is infinite if that changed nothing: the operand is that of the forward GEMM."""
+    second = math.nan if used is None else used.get("second_sqnr_db", math.nan)
+    if used is None or pd.isna(second):
+        return NOT_RECORDED if used is None else Recorded.of(used)
+    axis = -1 if pd.isna(row["contracted_axis"]) else int(row["contracted_axis"])
+    if second == math.inf and used["format"] == row["format"]:
+        return Recorded.of(row, axis)
+    return Recorded.of(used, first=Recorded.of(row, axis))
 
 
 def _used(opened: Catalog, row: pd.Series, gemm: str) -> pd.Series | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -147,19 +147,23 @@ def try_formats(
     alone: list[Distribution] = []
     step = 0
     for operand in tensors:
-        x, dim = operand.x, operand.dim
-        part, every = sample(x, dim, limit)
-        along, share = dim if every == 1 else -1, x.numel() / max(part.numel(), 1)
+        x, recorded = operand.x, operand.recorded
         for index, pool in enumerate(pools):
-            became = part
+            dim = recorded.along(trials[index - 1].spec, operand.dim) if index else operand.dim
+            part, every = sample(x, dim, limit)
+            share, became = x.numel() / max(part.numel(), 1), part
             if index:
                 spec, total = trials[index - 1].spec, sums[index - 1]
                 if every > 1 and spec.centered:
                     became = _centered(x, dim, spec, total, limit)
+                elif every > 1:
+                    source = recorded.source(x, spec)
+                    source = None if source is None else sample(source, dim, limit)[0]
+                    became = _add(part, -1, spec, total, recorded=replace(recorded, axis=None), source=source)
                 else:
-                    became = _add(part, along, spec, total, recorded=operand.recorded)
+                    became = _add(part, dim, spec, total, recorded=recorded)
                 if every > 1 and not together:
-                    total.replace_errors(operand.recorded.score(x, spec, dim))
+                    total.replace_errors(recorded.score(x, spec, dim))
                 total.nbytes += x.numel() * spec.format.element.bits / 8 + scale_nbytes(spec, tuple(x.shape), dim)
             if together:
                 pool.add(became, share)
@@ -179,10 +183,17 @@ def _centered(x: Tensor, dim: int, spec: Spec, total: _Sum, limit: int) -> Tenso
 
 
 def _add(
-    x: Tensor, dim: int, spec: Spec, total: _Sum, signal: float | None = None, recorded: Recorded = NOT_RECORDED
+    x: Tensor,
+    dim: int,
+    spec: Spec,
+    total: _Sum,
+    signal: float | None = None,
+    recorded: Recorded = NOT_RECORDED,
+    source: Tensor | None = None,
 ) -> Tensor:
-    """Add one tensor, or a sample of it; returns its values after the round trip. signal: Σx², if not that of x."""
-    blocks = recorded.look(x, spec, dim)
+    """Add one tensor, or a sample of it; returns its values after the round trip. signal: Σx², if not that of x.
+    source: as in `Recorded.look`."""
+    blocks = recorded.look(x, spec, dim, source=source)
     sums = blocks.sums
     if not math.isnan(sums.noise):
         errors = (

@@ -163,6 +163,11 @@ def plan(selected: SelectedTensor, values: dict[str, Any]) -> TrialPlan:
     recorded = selected.recorded if over == "tensor" else NOT_RECORDED
     said += [problem for one in trials if (problem := recorded.problem(one.spec))]
     trials = [one for one in trials if not recorded.problem(one.spec)]
+    if recorded.first or recorded.axis is not None:
+        said.append(
+            f"In {recorded.format}, this GEMM takes what the forward GEMM had rounded, and the error is that of all "
+            "roundings. Other formats are rounded once, from the tensor."
+        )
     if over == "tensor":
         return TrialPlan(trials, [selected.row["tensor_id"]], over, tuple(said), selected.gemm)
     where = scoped(selected.opened, selected.where, scored=True)

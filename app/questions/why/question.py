@@ -81,8 +81,9 @@ def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
     sqnr_of = exact(MEASURES["sqnr_db"], sqnr)
     sentence = say("In {spec}{sample}: SQNR {sqnr}", spec=str(selected.spec), sample=of_sample, sqnr=sqnr_of)
     verdict = together(
-        Sentence(f"{sentence}{lost}.", (*sentence.evidence, *lost.evidence)), by_cause(causes), contributors(causes)
-    )
+        Sentence(f"{sentence}{lost}.", (*sentence.evidence, *lost.evidence)),
+        say(selected.recorded.before(selected.spec)), by_cause(causes), contributors(causes),
+    )  # fmt: skip
     if causes.shares[0] > 0 and (scaled := with_scale(selected.spec)):
         sqnr, _ = total_sqnr(selected, selected.rounded(scaled))
         verdict = together(verdict, with_scale_it_has(scaled, exact(MEASURES["sqnr_db"], sqnr)))

@@ -304,15 +304,21 @@ class TestRecorded:
         assert sorted(named) == sorted(path for path in catalog.root.rglob("tensors/**/*") if path.is_file())
 
 
-def test_what_the_forward_pass_had_rounded_is_scored_as_another_tensor(tmp_path):
+def test_what_the_forward_pass_had_rounded_is_part_of_the_error(tmp_path):
+    """Other formats are scored as if the tensor were rounded once."""
     text = '[linear]\nforward = "mxfp4"\nwgrad.input = { spec = "mxfp8", of = "rounded" }'
     (tmp_path / "again.toml").write_text(text)
     record(tmp_path, str(tmp_path / "again.toml"), scores=("hifp8", "mxfp4"), measures=())
     with Catalog.open(tmp_path) as catalog:
         (tensor_id,) = catalog.tensors(Filter(layer_index=(1,), module=("fc1",), tensor_name=("input",)))["tensor_id"]
-        x = catalog.load(tensor_id)
-        rounded = quant.fake_quantize(x, "mxfp4").flatten(0, -2)
+        x = catalog.load(tensor_id).flatten(0, -2)
+        rounded = quant.fake_quantize(x, "mxfp4")
         found = catalog.table("score").to_pandas().set_index(["tensor_id", "gemm", "format"]).loc[tensor_id]
-        for fmt in ("hifp8", "mxfp4", "mxfp8"):
-            check_errors(rounded, fmt, -2, found.loc[("wgrad", fmt)].to_dict())
+        for fmt in ("hifp8", "mxfp4"):
+            check_errors(x, fmt, -2, found.loc[("wgrad", fmt)].to_dict())
+        used = found.loc[("wgrad", "mxfp8")].to_dict()
+        both = quant.compare(x, quant.fake_quantize(rounded, "mxfp8", -2))
+        assert all(used[name] == pytest.approx(both[name], rel=1e-9) for name in ("sqnr_db", "mse", "flush_to_zero"))
+        second = quant.compare(rounded, quant.fake_quantize(rounded, "mxfp8", -2))
+        assert used["second_sqnr_db"] == pytest.approx(second["sqnr_db"], rel=1e-9)
         check_errors(x, "hifp8", -1, found.loc[("forward", "hifp8")].to_dict())
