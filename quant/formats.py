@@ -10,6 +10,8 @@ Differences from other libraries, on purpose
       every format but fp16 and bf16.
     * A NaN or Inf makes its whole block NaN; other libraries let some of a block's values through. With amax and pow2,
       an Inf saturates, as in Transformer Engine.
+    * Every MX format scales by floor unless told otherwise, as the MX specification does, so that formats are compared
+      with the same rule. Sources of single formats choose others: see docs/fake_quantization.md.
     * HiFloat8's exponents are read from the bits. fake_quant_ops takes log2(x + 2^-45): its values below 2^-22 become
       2^-22, and its largest is 0.95 · 2^15.
 """
@@ -42,7 +44,7 @@ from binade.quant.elements import (
 POW2_RULES = ("floor", "ceil", "even", "rceil")
 BF16 = "bf16"  # what is not quantized has this format
 OTHER_BLOCK_RULES = ("float32", "e4m3", "ue5m3")
-TENSOR_RULES = ("amax", "pow2", "torchao", "torchao_pow2", "none")
+FP8_RULES = ("amax", "pow2", "torchao", "torchao_pow2", "none", "float32", "deepgemm")
 TAPERED_RULES = ("none", "pow2", "amax8", "amax15")
 MX_RULES = (*POW2_RULES, *OTHER_BLOCK_RULES, "nearest")
 MXFP4_RULES = (*MX_RULES, "4over3", "quest", "quest_nearest", "deviation")
@@ -86,7 +88,7 @@ class UnknownFormatError(ValueError, KeyError):
 
 _MX = "OCP Microscaling Formats v1.0, sections 5 and 6"
 _OFP8 = "OCP OFP8 v1.0, scaled as in Transformer Engine"
-_FNUZ = "the FP8 elements of AMD's MI300 (arXiv 2206.02915), scaled as in MX"
+_FNUZ = "the FP8 elements of AMD's MI300 (arXiv 2206.02915)"
 _INT4 = "arXiv 2510.25602"
 
 
@@ -122,8 +124,14 @@ FORMATS = Formats(
     [
         Format("bf16", "bfloat16", E8M7, overflow=Overflow.INF, source="IEEE 754 rounding of binary32"),
         Format("fp16", "IEEE binary16", E5M10, overflow=Overflow.INF, source="IEEE 754"),
-        Format("fp8_e4m3", "FP8 E4M3", E4M3, TENSOR_RULES, source=_OFP8),
-        Format("fp8_e5m2", "FP8 E5M2", E5M2, TENSOR_RULES, source=_OFP8),
+        Format("fp8_e4m3", "FP8 E4M3", E4M3, FP8_RULES, source=_OFP8),
+        Format("fp8_e5m2", "FP8 E5M2", E5M2, FP8_RULES, source=_OFP8),
+        Format(
+            "fp8_e4m3fnuz", "FP8 E4M3 FNUZ", E4M3FNUZ, FP8_RULES, source=f"{_FNUZ}, scaled as in Transformer Engine"
+        ),
+        Format(
+            "fp8_e5m2fnuz", "FP8 E5M2 FNUZ", E5M2FNUZ, FP8_RULES, source=f"{_FNUZ}, scaled as in Transformer Engine"
+        ),
         Format("hifp8", "HiFloat8", HIF8, TAPERED_RULES, rounding=RoundingMode.HALF_AWAY, source="arXiv 2409.16626"),
         Format("mxfp8", "MXFP8 E4M3", E4M3, MX_RULES, 32, source=_MX),
         Format("mxfp8_e5m2", "MXFP8 E5M2", E5M2, MX_RULES, 32, source=_MX),
@@ -131,12 +139,12 @@ FORMATS = Formats(
         Format("mxfp6_e2m3", "MXFP6 E2M3", E2M3, MX_RULES, 32, source=_MX),
         Format("mxfp4", "MXFP4 E2M1", E2M1, MXFP4_RULES, 32, source=_MX),
         Format("mxint8", "MXINT8", INT8, MX_RULES, 32, source=_MX),
-        Format("mxfp8_e4m3fnuz", "MXFP8 E4M3 FNUZ", E4M3FNUZ, MX_RULES, 32, source=_FNUZ),
-        Format("mxfp8_e5m2fnuz", "MXFP8 E5M2 FNUZ", E5M2FNUZ, MX_RULES, 32, source=_FNUZ),
+        Format("mxfp8_e4m3fnuz", "MXFP8 E4M3 FNUZ", E4M3FNUZ, MX_RULES, 32, source=f"{_FNUZ}, scaled as in MX"),
+        Format("mxfp8_e5m2fnuz", "MXFP8 E5M2 FNUZ", E5M2FNUZ, MX_RULES, 32, source=f"{_FNUZ}, scaled as in MX"),
         Format("nvfp4", "NVFP4 E2M1", E2M1, NVFP4_RULES, 16, source="Transformer Engine, quantize_nvfp4"),
         Format("hif4", "HiFloat4", E1M2, ("hif4",), 64, RoundingMode.HALF_AWAY, source="arXiv 2602.11287"),
         Format("nvint4", "NVINT4", INT4, NV_RULES, 16, source=_INT4),
-        Format("mxint4", "MXINT4", INT4, ("rceil", *MX_RULES[:3], *MX_RULES[4:]), 32, source=_INT4),
+        Format("mxint4", "MXINT4", INT4, MX_RULES, 32, source=f"{_INT4}, which scales all MX formats by rceil"),
     ],
     aliases={"mxfp8_e4m3": "mxfp8"},
 )

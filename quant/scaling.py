@@ -222,15 +222,14 @@ class Deviation(Quest):
 
 class Amax(Scaling):
     """Float32 scale max / absmax, for a tensor, a row or a tile: current scaling of Transformer Engine, which takes the
-    scale 1 if a value is infinite. DeepGEMM's scale is the reciprocal, of an absmax that is at least 1e-4.
+    scale 1 if a value is infinite. For DeepSeek's tiles, see deepgemm.
 
     Transformer Engine d0067d0, `recipe_common.cuh`, with its default `amax_epsilon` of 0: S = max / absmax, the largest
     float32 where it overflows, and 1 where absmax is 0 or Inf: Inf and values beyond max saturate then. A tensor or a
     row: an element is read back as v / S. Tiles: as v · float32(1/S), `quantize_scale_calc.py`.
 
     Exceptions. Transformer Engine's absmax passes over NaN; here a NaN makes everything NaN that shares its scale. For
-    tiles of bfloat16, an S that overflows becomes the largest bfloat16 there. DeepGEMM keeps s = max(absmax, 1e-4) /
-    448, rounds x · float32(1/s), and reads back v · s, which makes a tile with an Inf NaN.
+    tiles of bfloat16, an S that overflows becomes the largest bfloat16 there.
     """
 
     name = "amax"
@@ -331,28 +330,42 @@ class Float32(Scaling):
     """Block scale absmax / max in float32, without a tensor scale.
 
     Shows, with its subclasses, what the format of a scale costs. x is multiplied by float32(1/scale). A scale that
-    underflows to 0 makes its block 0."""
+    underflows to 0 makes its block 0. An Inf makes its block NaN: Inf · 0 · Inf."""
 
     name = "float32"
+    saturates = False
     shares = "a floating-point scale for {block}"
     blocks = (VECTOR, TILE)
     stored: ClassVar[Element | None] = None
     clips = False
     follows = Follows.LARGEST
     per_element = False
+    least: ClassVar[float] = 0.0
 
     def wanted(self, largest: Tensor, spec: Options, absmax: Tensor) -> tuple[Tensor, ...]:
-        quotient = largest / torch.full_like(largest, spec.format.max)
+        quotient = largest.clamp(min=self.least) / torch.full_like(largest, spec.format.max)
         return (quotient + nan_unless_finite(quotient),)
 
     def factors(self, scale: Tensor, spec: Options, absmax: Tensor) -> Factors:
         return Factors((torch.ones((), dtype=torch.float32, device=scale.device) / scale).clamp(max=FLOAT32_MAX), scale)
 
 
+class DeepGEMM(Float32):
+    """As float32, of an absmax that is at least 1e-4: DeepSeek's kernels for FP8. An Inf makes its block NaN.
+
+    DeepGEMM 54e2261, `utils/math.py`: s = max(absmax, 1e-4) / 448; x · float32(1/s) is rounded and read back as v · s.
+    DeepSeek-V3 9b4e978, `inference/kernel.py`, divides x by s, which rounds some values near the middle between two
+    codes the other way."""
+
+    name = "deepgemm"
+    least = 1e-4
+
+
 class RoundedToE4M3(Float32):
     """Block scale absmax / max rounded to E4M3, without a tensor scale: for quotients from 2^-9 to 448."""
 
     name = "e4m3"
+    saturates = True
     stored = E4M3
     clips = True
 
@@ -362,6 +375,7 @@ class RoundedToUE5M3(Float32):
     has bias 15 and the largest value 114688."""
 
     name = "ue5m3"
+    saturates = True
     stored = UE5M3
     clips = True
 
@@ -668,7 +682,7 @@ SCALINGS: dict[str, Scaling] = {
             TorchAOPow2,
         ),
         *(Amax8, Amax15),
-        *(Float32, RoundedToE4M3, RoundedToUE5M3),
+        *(Float32, DeepGEMM, RoundedToE4M3, RoundedToUE5M3),
         *(NVFP4, NVFP4Row, NVFP4Run, Headroom, FourOverSix, Unclipped, Eden, HiF4),
     )
 }

@@ -8,7 +8,7 @@ import click
 
 from binade.collector.datasets.inputs import BYTE, DATASETS
 from binade.collector.models.registry import MODELS
-from binade.collector.recipes.draft import INGREDIENTS
+from binade.collector.recipes.draft import GRADIENT_FORMAT, INGREDIENTS
 from binade.collector.recipes.files import PUBLISHED
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import OPERANDS, TEN_RECIPES
@@ -67,6 +67,7 @@ def _recipes() -> str:
         [
             *lines,
             "    any format after FA_ (QKᵀ, not PV), linear_ or FA_linear_; without a prefix, everything is quantized",
+            *(f"        {name} rounds gradients to {other}" for name, other in GRADIENT_FORMAT.items()),
             "    the path to a .toml or .yaml file: see docs/recipes.md",
             "    RECIPE(without=A+B) leaves ingredients out:",
             *(f"        {name:<13} {meaning}" for name, meaning in INGREDIENTS.items()),
@@ -78,7 +79,7 @@ def _formats() -> str:
     return "\n".join(
         [
             *(line for fmt in FORMATS.values() for line in _format(fmt)),
-            *(f"    {alias:<11} the same as {name}" for alias, name in FORMATS.aliases.items()),
+            *(f"    {alias:<15} the same as {name}, also for gradients" for alias, name in FORMATS.aliases.items()),
             "    options, as in nvfp4(block=16x16, rounding=stochastic):",
             *(f"        {option.name:<11} {option.help}" for option in OPTIONS.values()),
         ]
@@ -100,8 +101,12 @@ def _format(fmt: Format) -> list[str]:
     """A format, and the values of its options, with the default first if there are several."""
     spec = Spec.of(fmt)
     lines = [
-        f"    {fmt.name:<11} {fmt.title}, {spec.bits_per_value:g} bits per value, largest {fmt.max:g}. {fmt.source}"
+        f"    {fmt.name:<15} {fmt.title}, {spec.bits_per_value:g} bits per value, largest {fmt.max:g}. {fmt.source}"
     ]
+    if fmt.name in GRADIENT_FORMAT:
+        other = GRADIENT_FORMAT[fmt.name]
+        aliases = [alias for alias, name in FORMATS.aliases.items() if name == fmt.name]
+        lines.append(f"        gradients: {other} in recipes of this name; {fmt.name} in those named {aliases[0]}")
     chosen = {"format": fmt} | {name: getattr(spec, name) for name in OPTIONS}
     for name, option in OPTIONS.items():
         allowed = option.allowed(chosen)

@@ -21,6 +21,7 @@ def _scales(root: str | None, fmt: str, history: int, output: Path | None, **fil
     ROOT contains runs with values on disk  [default: $TENSOR_SAVE_DIR, else data/runs]. Each tensor is rounded with
     scales 2^k around the one that delayed scaling computes from its absmax; a margin of M divides that scale by 2^M. A
     loss scale multiplies gradients by such a factor, so the margins show its effect, too.
+    All operands are rounded to one format: for gradients in E5M2, run it once more with --format fp8_e5m2.
     """
     from binade.collector.advice.scales import recipe, sweep
     from binade.collector.recipes.files import to_toml
@@ -109,7 +110,7 @@ scales = Command(
     params=[
         click.Argument(["root"], required=False, metavar="[ROOT]"),
         CliOption(["--format", "fmt"], default="hifp8", metavar="NAME",
-               help="hifp8, fp8_e4m3 or fp8_e5m2  [default: hifp8]"),
+               help="hifp8, or an FP8 format without blocks, such as fp8_e5m2  [default: hifp8]"),
         CliOption(["--history"], type=click.IntRange(1, 999_999_999), default=16, metavar="N",
                help="Number of absmax values from which the recipe computes a scale  [default: 16]"),
         CliOption(["--output"], type=Path, metavar="FILE",

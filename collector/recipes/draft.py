@@ -200,6 +200,7 @@ def _without(ingredient: str, field: str, spec: Spec) -> Spec | None:
     dropped: set[str] = set()
     if ingredient == "scale":
         dropped = {"scale", "error", "bound", "history", "algorithm", "margin", *(["block"] * (plain.block is None))}
+        options |= {"block": spec.block}  # the scheme may have another one by default
     elif ingredient == "rounding" and spec.scaling.stochastic:
         dropped = {"scale"}
     elif ingredient == "rounding" and spec.rounding == RoundingMode.STOCHASTIC:

@@ -38,7 +38,7 @@ EXPECTED = {
     "te_nvfp4": [*BOTH, "without rounding", "without rotation", "without tiles"],
     "quartet2": [*BOTH, "without scale", "without rounding", "without rotation", "without rounded"],
     "torchao_rowwise_gw_hp": ["without dgrad", "full recipe", "without scale"],
-    "deepseek_v3": [*BOTH, "without tiles", "without rounded"],
+    "deepseek_v3": [*BOTH, "without scale", "without tiles", "without rounded"],
     "hifp8_scaled": [*BOTH, "without scale"],
     "FA_linear_mxfp4": BOTH,
     "linear_nvfp4(block=16x16)": [*BOTH, "without tiles"],

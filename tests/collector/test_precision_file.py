@@ -241,7 +241,7 @@ def test_what_is_written_is_what_megatron_reads(tmp_path):
         ),
         ("linear_mxfp8(scale=rceil, without=wgrad)", "linear.wgrad.grad_output is bf16: .* can be mxfp8_e5m2"),
         ("te_nvfp4(without=tiles)", r"linear.forward.weight is nvfp4: .* can be nvfp4\(block=16x16\)"),
-        ("deepseek_v3", r"linear.forward.input is fp8_e4m3\(block=1x128\)"),
+        ("deepseek_v3", r"linear.forward.input is fp8_e4m3\(scale=deepgemm\)"),
         ("FA_mxfp8", "qk.forward.query is mxfp8: .* linear layers only"),
         ("nvidia_nvfp4", "has no keep: write a .toml file"),
         ("amd_mxfp4_deosc", "has no deoscillation: write a .toml file"),

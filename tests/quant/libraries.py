@@ -20,6 +20,8 @@ LIBRARY = {
     "fp16": SimpleNamespace(dtype=np.float16, gfloat=gf.format_info_binary16, max=65504.0, emax=15),
     "fp8_e4m3": SimpleNamespace(dtype=ml_dtypes.float8_e4m3fn, gfloat=gf.format_info_ocp_e4m3, max=448.0, emax=8),
     "fp8_e5m2": SimpleNamespace(dtype=ml_dtypes.float8_e5m2, gfloat=gf.format_info_ocp_e5m2, max=57344.0, emax=15),
+    "fp8_e4m3fnuz": SimpleNamespace(dtype=ml_dtypes.float8_e4m3fnuz, gfloat=None, max=240.0, emax=7),
+    "fp8_e5m2fnuz": SimpleNamespace(dtype=ml_dtypes.float8_e5m2fnuz, gfloat=None, max=57344.0, emax=15),
     "hifp8": SimpleNamespace(dtype=en_dtypes.hifloat8, gfloat=None, max=32768.0, emax=15),
     "mxfp8": SimpleNamespace(dtype=ml_dtypes.float8_e4m3fn, gfloat=gf.format_info_ocp_e4m3, max=448.0, emax=8),
     "mxfp8_e5m2": SimpleNamespace(dtype=ml_dtypes.float8_e5m2, gfloat=gf.format_info_ocp_e5m2, max=57344.0, emax=15),

@@ -203,7 +203,8 @@ def mxfp4_quest(x: Array, dim: int = -1, block: tuple[int, int] = (1, 32)) -> Ar
 
 
 def mxint4(x: Array, dim: int = -1) -> Array:
-    """Blocks of 32, INT4 -7..7 with ties to even, E8M0 scale 2^ceil(log2(amax / 7)). arXiv 2510.25602 (not run)."""
+    """As published: blocks of 32, INT4 -7..7 with ties to even, E8M0 scale 2^ceil(log2(amax / 7)). arXiv 2510.25602
+    (not run)."""
     return mx(x, dim, INT4, (1, 32), "rceil")
 
 

@@ -14,7 +14,7 @@ from binade.quant.formats import FORMATS
 from tests.quant.helpers import MX, RULES, assert_same_bits, awkward, bf16_patterns, formats, ties
 from tests.quant.libraries import LIBRARY, gfloat_round, library_round, mx_numpy, nvfp4_numpy
 
-UNSCALED = ["bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "hifp8"]
+UNSCALED = ["bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "fp8_e4m3fnuz", "fp8_e5m2fnuz", "hifp8"]
 GFLOAT_BLOCKS = {
     "mxfp8": gf.format_info_mxfp8_e4m3,
     "mxfp8_e5m2": gf.format_info_mxfp8_e5m2,
@@ -57,7 +57,7 @@ def test_every_bf16_pattern_as_bf16(name):
     assert_same_bits(got, want, x)
 
 
-@pytest.mark.parametrize("name", [n for n in UNSCALED if n != "hifp8"])  # gfloat has no HiFloat8
+@pytest.mark.parametrize("name", [n for n in UNSCALED if LIBRARY[n].gfloat])
 def test_every_bf16_pattern_as_gfloat(name):
     x = bf16_patterns()
     assert_same_bits(unscaled(name, x, overflow="saturate"), gfloat_round(name, x), x)
@@ -66,8 +66,9 @@ def test_every_bf16_pattern_as_gfloat(name):
 @pytest.mark.parametrize("name", UNSCALED)
 def test_ties(name):
     spec = LIBRARY[name]
-    beyond = {"bf16": 2.0**128, "fp16": 65536.0, "fp8_e4m3": 480.0, "fp8_e5m2": 65536.0, "hifp8": 1.5 * 2**15}[name]
-    values = [*list(FORMATS[name].element.finite_values), -beyond, beyond]
+    beyond = {"bf16": 2.0**128, "fp16": 65536.0, "fp8_e4m3": 480.0, "fp8_e5m2": 65536.0, "hifp8": 1.5 * 2**15}
+    beyond |= {"fp8_e4m3fnuz": 256.0, "fp8_e5m2fnuz": 65536.0}
+    values = [*list(FORMATS[name].element.finite_values), -beyond[name], beyond[name]]
     x = ties(np.array(values))
     x = x[np.isfinite(x)]
     assert len(x) >= 3 * (len(FORMATS[name].element.finite_values) - 1)

@@ -151,3 +151,23 @@ def test_an_absmax_that_is_known_decides():
     (later, _), *_ = scores_later(torch.cat([part, torch.tensor([torch.inf])]), [Spec.of("fp8_e4m3")])
     assert later().saturated == 1 / 4
     assert outer_absmax(part, Spec.of("fp8_e4m3"), -1) == 500
+
+
+@pytest.mark.parametrize("block", ["1x128", "128x128"])
+def test_deepgemm(block):
+    """DeepGEMM 54e2261, utils/math.py: per_token_cast_to_fp8 and per_block_cast_to_fp8, by torch's own cast."""
+    x = (
+        torch.randn(256, 512, generator=torch.Generator().manual_seed(0))
+        * torch.exp2(-torch.arange(256.0) / 8)[:, None]
+    )
+    x[200, 130], x[3, 400], x[130, :] = torch.inf, torch.nan, 0
+    rows = int(block.split("x")[0])
+    tiles = x.reshape(256 // rows, rows, 4, 128)
+    sf = tiles.abs().amax((1, 3), keepdim=True).clamp(1e-4) / 448.0
+    want = ((tiles * (1.0 / sf)).to(torch.float8_e4m3fn).float() * sf).reshape(x.shape)
+    spec = Spec.of(f"fp8_e4m3(scale=deepgemm, block={block})")
+    got = apply(x, spec)[0]
+    assert_same_bits(got, want, x)
+    lost = got.isnan().reshape(tiles.shape).all(3).all(1)
+    assert lost.sum() == 2 and got.isnan().sum() == 2 * rows * 128
+    assert score(x, spec).saturated == 0

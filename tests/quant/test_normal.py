@@ -14,7 +14,7 @@ from binade.quant.specs import Spec
 SIMULATED = {
     "bf16": 55.59, "fp16": 73.65, "fp8_e4m3": 31.55, "fp8_e5m2": 25.57, "hifp8": 31.52, "mxfp8": 30.65,
     "mxfp8_e5m2": 25.37, "mxfp6_e2m3": 30.94, "mxfp6_e3m2": 25.37, "mxint8": 41.66, "mxfp4": 18.78, "nvfp4": 20.44,
-    "hif4": 21.62, "nvint4": 21.28, "mxint4": 16.84,
+    "hif4": 21.62, "nvint4": 21.28, "mxint4": 17.56, "mxint4(scale=rceil)": 16.84,
 }  # fmt: skip
 
 

@@ -61,7 +61,8 @@ SPECS = {
         lambda x, dim: oracles.four_over_six(x, dim, "mae", 448, tiles(16)), 4e-7
     ),
     "nvint4": Golden(oracles.nvint4),
-    "mxint4": Golden(oracles.mxint4),
+    "mxint4(scale=rceil)": Golden(oracles.mxint4),
+    "mxint4": Golden(lambda x, dim: oracles.mx(x, dim, INT4)),
     "mxfp8(block=32x32, scale=rceil)": Golden(
         lambda x, dim: oracles.mx(x, dim, E4M3, tiles(32), "rceil"), tile=tiles(32)
     ),
@@ -321,7 +322,7 @@ FIGURES = {
     "hif4": (oracles.hif4, 21.62),
     "hifp8(scale=amax8)": (SPECS["hifp8(scale=amax8)"].oracle, 31.55),
     "nvint4": (oracles.nvint4, 21.29),
-    "mxint4": (oracles.mxint4, 16.84),
+    "mxint4(scale=rceil)": (oracles.mxint4, 16.84),
     "if4": (oracles.if4, 22.11),
     "mxfp4(block=16, scale=float32)": (SPECS["mxfp4(block=16, scale=float32)"].oracle, 20.52),
     "mxfp4(block=16, scale=e4m3)": (SPECS["mxfp4(block=16, scale=e4m3)"].oracle, 20.44),

@@ -299,7 +299,10 @@ def test_list_shows_one_kind(command, capsys):
     assert "nvidia_nvfp4          NVIDIA NVFP4 pre-training (code, excerpt; partly uncertain)" in out
     assert "without=A+B" in out and "llama32-1b" not in out
     assert "    linear.dgrad    nvfp4(rounding=stochastic) × nvfp4(block=16x16)\n" in out
-    assert "    linear.wgrad    fp8_e4m3(block=1x128) × rounded fp8_e4m3(block=1x128)\n" in out
+    assert "    linear.wgrad    fp8_e4m3(scale=float32) × rounded fp8_e4m3(scale=deepgemm)\n" in out
+    assert "        mxfp8 rounds gradients to mxfp8_e5m2\n" in out
+    assert command("list", "formats") == 0
+    assert "gradients: mxfp8_e5m2 in recipes of this name; mxfp8 in those named mxfp8_e4m3\n" in capsys.readouterr().out
     assert command("list", "recipe") == 2 and "'recipes'" in capsys.readouterr().err
 
 
@@ -320,7 +323,7 @@ def test_a_dry_run_tells_where_a_published_recipe_is_from(command, capsys):
     assert command("run", "--recipe", "deepseek_v3", "--dry-run") == 0
     out = capsys.readouterr().out
     assert line_of(out, "source") == "arXiv 2412.19437 (excerpt)" and "uncertain From memory: " in out
-    assert "linear.wgrad.input          tokens       the rounded forward operand in fp8_e4m3(block=1x128)" in out
+    assert "linear.wgrad.input          tokens       the rounded forward operand in fp8_e4m3(scale=deepgemm)" in out
 
 
 PLAIN = {
