@@ -15,7 +15,7 @@ import pandas as pd
 
 from binade.collector.cli.output import TextTable, aligned, csv_text, markdown, wrapped
 from binade.collector.recipes.ladder import ladders
-from binade.collector.recipes.parse import linear_formats_of
+from binade.collector.recipes.parse import gradients_note, linear_formats_of
 from binade.data import comparison
 from binade.data.ablation import JUDGED, RUNG_FIELDS, Ablation, ablation, iterations_of
 from binade.data.catalog import Catalog
@@ -120,6 +120,7 @@ def _section(opened: Catalog, runs: pd.DataFrame, model: dict[str, Any]) -> Comp
         *compared.sentences,
         measured_sentence(opened, compared),
         rounded_twice(configs[recipe.run_id] for recipe in compared.recipes),
+        gradients_note(configs[recipe.run_id] for recipe in compared.recipes),
         *compared.missing,
         *map(str, published_for(formats)),
         *left_out(table),

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from binade.collector.recipes import precision_file
-from binade.collector.recipes.draft import BACKWARDS, INGREDIENTS, RecipeDraft, formats_of
+from binade.collector.recipes.draft import BACKWARDS, GRADIENT_FORMAT, INGREDIENTS, RecipeDraft, formats_of
 from binade.collector.recipes.files import ON_BASE, PUBLISHED, Reader, draft_of, read_draft
 from binade.collector.recipes.recipe import OPERANDS, Recipe, RecipeError
 from binade.quant.formats import FORMATS
@@ -154,6 +154,20 @@ def linear_formats_of(config: Mapping[str, Any]) -> frozenset[str]:
     """`Recipe.linear_formats` of a run, from its run.json; none if its recipe is unknown."""
     recipe = recipe_of(config)
     return recipe.linear_formats if recipe else frozenset()
+
+
+def gradients_note(configs: Iterable[Mapping[str, Any]]) -> str:
+    """A sentence on a comparison of runs, if a format that one of them requested is another for gradients, else "".
+    configs: run.json of each."""
+    found: dict[str, str] = {}
+    for recipe in filter(None, map(recipe_of, configs)):
+        for part in recipe.every_part():
+            for name in ("dgrad_grad", "wgrad_grad"):
+                plain, spec = part.quant_type_of(name).partition("(")[0], part.formats[name]
+                if spec and GRADIENT_FORMAT.get(plain) == spec.format.name:
+                    found[plain] = spec.format.name
+    texts = [f"Plain {plain} rounds gradients to {spec}, and nothing else to it" for plain, spec in found.items()]
+    return f"{'; '.join(texts)}." if texts else ""
 
 
 def ingredients_of(text: str) -> list[str]:

@@ -11,7 +11,7 @@ from binade.collector.models.model import GPTModel
 from binade.collector.models.registry import MODELS
 from binade.collector.recipes.files import PUBLISHED
 from binade.collector.recipes.ladder import without
-from binade.collector.recipes.parse import parse_recipe
+from binade.collector.recipes.parse import gradients_note, parse_recipe
 from binade.collector.recipes.recipe import OPERANDS, TEN_RECIPES, RecipeError
 from binade.quant import fake_quantize, gemm
 from binade.quant.formats import FORMATS, UnknownFormatError
@@ -395,3 +395,24 @@ def test_the_mean_over_tokens_is_subtracted_from_operands_with_tokens():
         parse_recipe(centered)
     with pytest.raises(SpecError, match="weight has no tokens"):
         parse_recipe("bf16", operands=[f"linear.forward.weight={centered}"])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "is_said"),
+    [
+        *(("mxfp8", True), ("linear_mxfp8(scale=rceil)", True), ("FA_linear_mxfp8", True), ("FA_mxfp8", False)),
+        *(("mxfp8_e4m3", False), ("mxfp8_e5m2", False), ("te_mxfp8", False), ("mxfp4", False)),
+        ("linear_mxfp8(without=dgrad+wgrad)", False),
+    ],
+)
+def test_it_is_said_that_plain_mxfp8_has_another_element_for_gradients(recipe, is_said):
+    assert (gradients_note([{"recipe": recipe}]) != "") == is_said
+    if is_said:
+        both = gradients_note([{"recipe": "bf16"}, {"recipe": recipe}])
+        assert both == "Plain mxfp8 rounds gradients to mxfp8_e5m2, and nothing else to it."
+
+
+def test_a_recipe_without_its_scale_keeps_its_blocks():
+    formats = parse_recipe("deepseek_v3(without=scale)").linear.formats
+    assert str(formats.forward_a) == "fp8_e4m3(block=1x128)" and str(formats.forward_b) == "fp8_e4m3(block=128x128)"
+    assert str(parse_recipe("linear_nvfp4(scale=4over6, without=scale)").linear.formats.forward_a) == "nvfp4"
