@@ -173,7 +173,8 @@ def _forward(recording: Recording, layer: Layer, kinds: dict[str, TensorKind]) -
 
 def rows_of(x: Tensor, count: int) -> Tensor:
     """The first rows of x [..., columns], of a DTensor those of this rank."""
-    local = x.to_local() if is_dtensor(x) else x
+    held: Any = x
+    local: Tensor = held.to_local() if is_dtensor(x) else x
     return local.detach().reshape(-1, local.shape[-1] if local.dim() else 1)[:count]
 
 
