@@ -50,12 +50,15 @@ class Recorded:
     format  the text of the spec; None if it was not rounded
     axis    that it was rounded along, if that is not the one that the GEMM contracts
     first   how the forward GEMM had rounded the tensor, if this GEMM rounded the result of that
+    of_other_values  whether the GEMM takes other values than those on disk: of softmax=flash, dV takes the
+            probabilities, and P̃ was recorded
     """
 
     format: str | None
     used: RoundedWith
     axis: int | None = None
     first: Recorded | None = None
+    of_other_values: bool = False
 
     @classmethod
     def of(cls, row: Mapping[Any, Any] | pd.Series, axis: int | None = None, first: Recorded | None = None) -> Recorded:
@@ -70,6 +73,11 @@ class Recorded:
 
     def problem(self, spec: Spec) -> str:
         """Why rounding the values to this spec would not give what a GEMM used, or ""."""
+        if self.of_other_values:
+            return (
+                "With softmax=flash, this GEMM takes the probabilities, and the values on disk are P̃, which the "
+                "forward GEMM takes: choose the forward GEMM."
+            )
         if (first := self._first(spec)) and (reason := first.problem(Spec.of(str(first.format)))):
             return f"This GEMM rounded to {spec} what the forward GEMM had rounded. {reason}"
         if first and spec.centered:

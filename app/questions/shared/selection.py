@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -20,6 +21,7 @@ from binade.data.catalog import USED, Catalog, CatalogError
 from binade.data.filter import Filter
 from binade.data.names import distinct_names
 from binade.data.store import TensorFileError
+from binade.data.tensor_kinds import Gemm
 from binade.quant.specs import Spec
 
 MOST_LISTED = 5000  # tensors to choose from
@@ -148,6 +150,8 @@ def recorded_in(opened: Catalog, row: pd.Series, gemm: str) -> Recorded:
 def recorded_of(opened: Catalog, row: pd.Series, gemm: str, used: pd.Series | None) -> Recorded:
     """The same, from the row or the score that has it. A GEMM that took what the forward GEMM had rounded has an error
     of a second rounding. It is infinite if that changed nothing: the operand is that of the forward GEMM."""
+    if row["tensor_name"] == "attention_probs" and gemm == Gemm.WGRAD and _is_flash(opened, row):
+        return replace(NOT_RECORDED, of_other_values=True)
     second = math.nan if used is None else used.get("second_sqnr_db", math.nan)
     if used is None or pd.isna(second):
         return NOT_RECORDED if used is None else Recorded.of(used)
@@ -155,6 +159,12 @@ def recorded_of(opened: Catalog, row: pd.Series, gemm: str, used: pd.Series | No
     if second == math.inf and used["format"] == row["format"]:
         return Recorded.of(row, axis)
     return Recorded.of(used, first=Recorded.of(row, axis))
+
+
+def _is_flash(opened: Catalog, row: pd.Series) -> bool:
+    """Whether the recipe of a tensor's run has softmax=flash, by its lines."""
+    config = json.loads(opened.runs().set_index("run_id")["config"].get(row["run_id"], "{}"))
+    return any("pv.softmax" in line for line in config.get("operands") or ())
 
 
 def _used(opened: Catalog, row: pd.Series, gemm: str) -> pd.Series | None:
