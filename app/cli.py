@@ -19,7 +19,7 @@ import click
 from binade.app.report import options
 from binade.data.filter import FilterError
 from binade.filter_options import filter_of
-from binade.terminal import BAD_USAGE, CliOption, Command, fail, line_of, readable_root, resolve_root, root_option
+from binade.terminal import BAD_USAGE, CliOption, Command, fail, line_of, resolve_root, root_option
 
 ARENA_MAX = -8  # M_ARENA_MAX of malloc.h
 
@@ -65,21 +65,18 @@ def _serve(
 ) -> int:
     """Open the app on 127.0.0.1, or share it (docs/serving.md).
 
-    ROOT is the directory or URL (s3://BUCKET/FOLDER) that contains the runs. Object stores are read-only
-    (docs/scale.md) [default: $TENSOR_SAVE_DIR, else data/runs].
+    ROOT is the directory that contains the runs [default: $TENSOR_SAVE_DIR, else data/runs].
     """
     # Arrow's own allocator keeps what each thread has freed. It is chosen when pyarrow is imported.
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
     from binade.app import sharing
     from binade.data import access
-    from binade.data.remote import is_mirror
 
     shared = sharing.sharing_of(host, port, allow_host, trust_proxy_header, proxy, login, operators)
-    runs = readable_root(root)
+    runs = resolve_root(root)
     if problem := _cannot_bind(host, port):
         return fail(problem)
     os.environ["TENSOR_SAVE_DIR"] = str(runs)
-    read_only = read_only or is_mirror(runs)
     from altair.utils.schemapi import disable_debug_mode
     from streamlit.runtime.pages_manager import PagesManager
     from streamlit.web import cli
@@ -151,7 +148,7 @@ def _report(context: click.Context, /, root: str | None, **given: Any) -> int:
         given["papers"],
     )
     try:
-        return writer.run(readable_root(root), request)
+        return writer.run(resolve_root(root), request)
     except OSError as error:
         return fail(writer.no_room(error))
 

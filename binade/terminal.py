@@ -113,15 +113,6 @@ def resolve_root(given: str | None) -> Path:
     return root
 
 
-def readable_root(given: str | None) -> Path:
-    """The root of the runs for commands that only read; for one in an object store, the local copy. Raises RunError."""
-    from binade.data.remote import readable_root
-    from binade.data.runs import check_usable
-
-    check_usable(root := readable_root(given))
-    return root
-
-
 def usage_message(error: click.UsageError) -> str:
     """Click's message in our form: "no such option '--fast'; see binade run --help"."""
     message = error.format_message().rstrip(".")

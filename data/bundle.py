@@ -34,7 +34,6 @@ from binade.data.cache import Done
 from binade.data.catalog import Catalog
 from binade.data.events import read_events
 from binade.data.read_tables import UnreadableError, check_readable
-from binade.data.remote import fetched
 from binade.data.runs import RUNNING, RunError, RunInfo, fingerprint, list_runs, read_run, run_names
 from binade.data.segment import MANIFEST, TABLES, SegmentError, manifest, table_files
 from binade.data.store import TensorFileError, check_content, staged_file, staging_directory, sweep_beside
@@ -127,11 +126,10 @@ def write(
             for run in runs:
                 plan.add(run, wanted)
             for count, (name, path) in enumerate(plan.files.items(), 1):
-                here = fetched(path)
                 if digest := plan.digests.get(name):
-                    check_content(here, digest)
+                    check_content(path, digest)
                 text = name.endswith((".json", ".jsonl", ".txt"))
-                archive.write(here, name, zipfile.ZIP_DEFLATED if text else zipfile.ZIP_STORED)
+                archive.write(path, name, zipfile.ZIP_DEFLATED if text else zipfile.ZIP_STORED)
                 done(count, len(plan.files))
             for name, content in (extras or {}).items():
                 archive.writestr(name, content, zipfile.ZIP_DEFLATED)
@@ -169,7 +167,7 @@ class _Plan:
     def add(self, run: RunInfo, wanted: set[str] | None) -> None:
         """Add the files of a run."""
         prefix, tensors, with_values = f"runs/{run.run_id}", 0, 0
-        sizes: dict[str, int] = {}  # of tensor files, which a copy of an object store may delete to make room
+        sizes: dict[str, int] = {}  # of tensor files
         for segment in run.segments:
             directory, place = run.directory / "segments" / segment, f"{prefix}/segments/{segment}"
             written = run.manifest_of(segment)
@@ -178,7 +176,7 @@ class _Plan:
             paths = []
             for name, path in zip(table["tensor_id"].to_pylist(), table["path"].to_pylist(), strict=True):
                 chosen = path is not None and (wanted is None or f"{run.run_id}/{name}" in wanted)
-                inside = chosen and _is_raw(path) and (file := fetched(run.directory / path)).is_file()
+                inside = chosen and _is_raw(path) and (file := run.directory / path).is_file()
                 if inside:
                     sizes[path] = file.stat().st_size
                 self.left_out += chosen and not inside

@@ -22,7 +22,6 @@ from binade.data.cache import Done
 from binade.data.coverage import FormatDifference, differing, recorded_formats
 from binade.data.matching import Key, explained, matched, same_layout
 from binade.data.names import name_of
-from binade.data.remote import fetched
 from binade.data.runs import IMPORT, RunError, RunInfo, read_steps
 from binade.data.segment import COUNTS, MOMENTS, file_when_imported, read_tables
 from binade.data.store import TensorFileError, load
@@ -204,7 +203,7 @@ class _Whole:
         self.reads(f"{self.run.run_id}/{row['tensor_id']}")
         path = Path(row["path"])
         if not path.is_absolute():
-            return load(fetched(self.run.directory / path), row["sha256"])
+            return load(self.run.directory / path, row["sha256"])
         if self.run.config.get("kind") != IMPORT:
             raise TensorFileError(
                 f"{row['tensor_id']} refers to a file outside its run's directory, "

@@ -23,8 +23,7 @@ import pandas as pd
 from binade.data.cache import Done, ResultCache
 from binade.data.filter import FIELDS, Filter
 from binade.data.index import Index, is_unavailable
-from binade.data.remote import readable_root, refresh
-from binade.data.runs import check_usable
+from binade.data.runs import check_usable, resolve_root
 from binade.data.segment import SegmentError
 from binade.data.text import describe
 
@@ -98,12 +97,11 @@ class OpenIndex:
 
     @classmethod
     def open(cls, root: str | Path | None = None) -> Self:
-        """Open the index of a root, a directory or s3://BUCKET/FOLDER, and bring it up to date; a directory that does
-        not exist is treated as empty.
+        """Open the index of a root and bring it up to date; a directory that does not exist is treated as empty.
 
-        Raises RootError if the root is a file, RunError if it is an object store that cannot be read.
+        Raises RootError if the root is a file, RunError if it is not a path.
         """
-        path = readable_root(root)
+        path = resolve_root(root)
         check_usable(path)
         catalog = cls(path, Index(path))
         catalog.sync()
@@ -211,7 +209,6 @@ class OpenIndex:
         longer be written (for example because the disk is full), it is left unchanged and the segments are loaded into
         memory instead.
         """
-        refresh(self.root)
         with self._updating():
             return self._synchronize()
 

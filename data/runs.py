@@ -237,6 +237,7 @@ class Step(TypedDict):
 
 
 SEGMENT = re.compile(r"(rank\d+-)\d{6,}")
+_URL = re.compile(r"[a-z][a-z0-9+.-]*:/")  # pathlib joins the two slashes
 UNNAMEABLE = re.compile(r"[^A-Za-z0-9._-]")
 LONGEST_LABEL = 128
 COUNTS = ("tensors", "tensors_without_raw", "bytes")
@@ -282,14 +283,13 @@ class RunInfo:
 
 def resolve_root(given: str | os.PathLike[str] | None = None) -> Path:
     """The root: the given one, else TENSOR_SAVE_DIR, else data/runs, as an absolute path. Raises RunError for one that
-    is not valid Unicode, or is in an object store: see `remote.readable_root`."""
+    is not valid Unicode, or is a URL."""
     chosen = given or os.environ.get("TENSOR_SAVE_DIR") or DEFAULT_ROOT
-    if is_address(chosen):
-        raise RunError(  # without the address, which may contain a secret
-            "a root in an object store can only be read (binade serve s3://BUCKET/FOLDER): choose a directory with "
-            "--tensor-save-dir"
-        )
     named = Path(chosen)
+    if _URL.match(str(chosen)) and not named.exists():
+        raise RunError(  # without the URL, which may contain a secret
+            "the root is a URL: expected a directory. Copy an object store with aws s3 sync or rclone, or mount it"
+        )
     try:
         root = named.expanduser().absolute()
     except RuntimeError:
@@ -298,11 +298,6 @@ def resolve_root(given: str | os.PathLike[str] | None = None) -> Path:
         shown = str(root).encode(errors="backslashreplace").decode()
         raise RunError(f"the root {shown} is not valid Unicode: choose a directory with --tensor-save-dir")
     return root
-
-
-def is_address(root: object) -> bool:
-    """Whether a root is in an object store."""
-    return str(root).startswith("s3:/")
 
 
 def is_unicode(text: str) -> bool:

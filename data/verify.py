@@ -16,7 +16,6 @@ from binade.data.cache import Done
 from binade.data.effects import check_effects
 from binade.data.held_out import check_held_out
 from binade.data.parity_results import read_parity
-from binade.data.remote import fetched
 from binade.data.runs import RUNNING, RunError, RunInfo, check_losses, check_root, read_run, run_directories
 from binade.data.segment import read_tables
 from binade.data.store import sha256
@@ -46,8 +45,7 @@ def verify(
     """Read every file of these runs of a root, of all if none are named. damaged is called with each line as it is
     found, done with the segments read so far and their number. Runs that are being recorded may be among them.
 
-    Raises RunError if the root is not a directory or has no such run, TensorFileError if an object store cannot be
-    read.
+    Raises RunError if the root is not a directory or has no such run.
     """
     check_root(root)
     directories = run_directories(root)
@@ -114,7 +112,7 @@ def _check_segment(run: RunInfo, name: str, verified: Verified, refuse: Callable
         if path is not None and Path(path).is_absolute():
             _check_imported(Path(path), digest, verified, lambda reason: refuse(segment, reason))
         elif path is not None:
-            _check_tensor(fetched(run.directory / path), digest, verified, refuse)
+            _check_tensor(run.directory / path, digest, verified, refuse)
     return len(rows)
 
 

@@ -7,20 +7,19 @@ from pathlib import Path
 import click
 
 from binade.collector.cli.output import output_options, print_or_write
-from binade.terminal import Command, fail, readable_root
+from binade.terminal import Command, fail, resolve_root
 
 
 def _compare(root: str | None, kind: str, output: Path | None) -> None:
     """Compare the recipes of a root with bf16: the tables of Runs › Recipes, of losses, ablations and gradients.
 
-    ROOT is the directory or URL (s3://BUCKET/FOLDER) that contains the runs  [default: $TENSOR_SAVE_DIR, else
-    data/runs].
+    ROOT is the directory that contains the runs  [default: $TENSOR_SAVE_DIR, else data/runs].
     """
     from binade.collector.cli.compare import render, sections  # imports pandas and DuckDB
     from binade.data.catalog import Catalog
     from binade.data.runs import RunError
 
-    runs = readable_root(root)
+    runs = resolve_root(root)
     nothing = f"{runs} {'contains no runs that can be read' if runs.is_dir() else 'does not exist'}"
     if not runs.is_dir() or not any(runs.glob("*/run.json")):  # an index is made only where there is something to index
         raise RunError(f"{nothing}: give a directory of runs, or collect some with binade batch")

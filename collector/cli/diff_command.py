@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from binade.terminal import FAILED, CliOption, Command, print_text, readable_root, root_option
+from binade.terminal import FAILED, CliOption, Command, print_text, resolve_root, root_option
 
 if TYPE_CHECKING:  # they import pyarrow
     from binade.data.difference import Difference, Tolerance
@@ -53,9 +53,9 @@ def _diff(run_a: str, run_b: str, root: str | None, tolerance: float | None, bit
 def _find(name: str, root: str | None) -> RunInfo:
     from binade.data.runs import read_run
 
-    directory = next((path for path in (Path(name), readable_root(root) / name) if (path / "run.json").is_file()), None)
+    directory = next((path for path in (Path(name), resolve_root(root) / name) if (path / "run.json").is_file()), None)
     if directory is None:
-        raise click.UsageError(f"{name!r} is neither the directory of a run nor a run of {readable_root(root)}")
+        raise click.UsageError(f"{name!r} is neither the directory of a run nor a run of {resolve_root(root)}")
     return read_run(directory.absolute())
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from binade.filter_options import filter_of, filter_params
-from binade.terminal import CliOption, Command, fail, names, print_text, readable_root, root_option
+from binade.terminal import CliOption, Command, fail, names, print_text, resolve_root, root_option
 
 # data.export declares these; it imports pyarrow, and --help does not wait for it.
 TARGETS = ("tensorboard", "wandb", "csv", "parquet", "tables")
@@ -33,7 +33,7 @@ def _export(
     from binade.data.catalog import Catalog  # imports DuckDB
 
     choice = export.Choice(metrics, formats, filter_of(filters))
-    runs_root = readable_root(root)
+    runs_root = resolve_root(root)
     export.check(to, output, choice)
     with Catalog.open(runs_root) as catalog:
         for reason in catalog.refused:

@@ -6,14 +6,13 @@ import click
 
 from binade.collector.cli.console import console
 from binade.data.text import counted
-from binade.terminal import FAILED, Command, one_line, print_text, readable_root
+from binade.terminal import FAILED, Command, one_line, print_text, resolve_root
 
 
 def _verify(root: str | None, runs: tuple[str, ...]) -> int:
     """Compare every file of the runs with its checksum.
 
-    ROOT is the directory or URL (s3://BUCKET/FOLDER) that contains the runs  [default: $TENSOR_SAVE_DIR, else
-    data/runs].
+    ROOT is the directory that contains the runs  [default: $TENSOR_SAVE_DIR, else data/runs].
     RUN is a directory in it  [default: all]. Exit status 1 if a file is damaged or missing, or has changed since it was
     imported.
     """
@@ -21,7 +20,7 @@ def _verify(root: str | None, runs: tuple[str, ...]) -> int:
 
     with console("verify", "segment") as shown:
         verified = verify(
-            readable_root(root), runs, lambda line: shown.print(f"damaged: {one_line(line)}"), done=shown.progress
+            resolve_root(root), runs, lambda line: shown.print(f"damaged: {one_line(line)}"), done=shown.progress
         )
     if verified.gone:
         print_text(f"{counted(verified.gone, 'imported file')} no longer there: only statistics are kept")

@@ -333,6 +333,14 @@ def test_the_root_is_the_given_one_then_the_environment_then_the_default(tmp_pat
         resolve_root("~nobody-of-that-name")
 
 
+@pytest.mark.parametrize("url", ["s3://key:secret@bucket/a", Path("s3://bucket/a"), "gs://b", "https://example.com/a"])
+def test_a_url_is_not_a_root(tmp_path, monkeypatch, url):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RunError, match="the root is a URL: expected a directory") as raised:
+        resolve_root(url)
+    assert "secret" not in str(raised.value)
+
+
 def test_times_are_in_utc_wherever_the_machine_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TZ", "Asia/Kolkata")
     time.tzset()
