@@ -23,8 +23,8 @@ from binade.data.coverage import FormatDifference, differing, recorded_formats
 from binade.data.matching import Key, explained, matched, same_layout
 from binade.data.names import name_of
 from binade.data.runs import IMPORT, RunError, RunInfo, read_steps
-from binade.data.segment import COUNTS, MOMENTS, file_when_imported, read_tables
-from binade.data.store import TensorFileError, load
+from binade.data.segment import COUNTS, MOMENTS, read_tables
+from binade.data.store import TensorFileError
 from binade.data.text import describe, natural
 
 if TYPE_CHECKING:
@@ -201,17 +201,14 @@ class _Whole:
 
     def _load(self, row: Row) -> Tensor:
         self.reads(f"{self.run.run_id}/{row['tensor_id']}")
-        path = Path(row["path"])
-        if not path.is_absolute():
-            return load(self.run.directory / path, row["sha256"])
-        if self.run.config.get("kind") != IMPORT:
+        if Path(row["path"]).is_absolute() and self.run.config.get("kind") != IMPORT:
             raise TensorFileError(
                 f"{row['tensor_id']} refers to a file outside its run's directory, "
                 "which is allowed only for imported tensors"
             )
-        from binade.data.foreign import load_foreign  # imports torch
+        from binade.data.foreign import load_values  # imports torch
 
-        return load_foreign(path, row["file_key"], file_when_imported(row))
+        return load_values(self.run.directory, row)
 
     def statistics(self) -> dict[str, float]:
         """Statistics of the whole tensor, NaN for one that is not known. Raises IncompleteError for a sum, whose

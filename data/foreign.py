@@ -6,23 +6,18 @@
     .safetensors  every tensor by its key, with the metadata of the header
     .npy, .npz    without pickles
 
-A file is opened once and must be a regular file, not a link. Everything is read through that descriptor
-(/proc/self/fd), so the file cannot be replaced in between. A file that is truncated while it is read can still kill the
-process (SIGBUS), as with every memory-mapped file, so the import reads in separate processes.
+A file is opened and loaded by `data.tensor_files`. A file that is truncated while it is read can still kill the process
+(SIGBUS), as with every memory-mapped file, so the import reads in separate processes.
 """
 
 from __future__ import annotations
 
-import errno
 import math
 import os
-import re
-import stat
-import warnings
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -32,38 +27,30 @@ import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from torch.serialization import safe_globals
 
+from binade.data.segment import file_when_imported
 from binade.data.store import SUFFIXES, FileState, TensorFileError, changed_ns, check_content, sha256
+from binade.data.tensor_files import (
+    DTYPES,
+    SHOWN,
+    QuantizedTensor,
+    StandIn,
+    TooLargeError,
+    load,
+    load_open,
+    opened_file,
+    reading,
+    too_large,
+)
 from binade.data.text import counted
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# How torch's older format begins: its magic number, pickled by any protocol from 2 on.
-OLDER_MAGIC = bytes.fromhex("6cfc9c46f9206aa85019")
-SHOWN = 200
-ENGINE, GETATTR = ("transformer_engine.", "transformer_engine_torch."), "builtins.getattr"
-# What Megatron's checkpoints contain besides tensors: megatron.core.safe_globals, and classes of Megatron.
-MEGATRON = ("megatron.",)
-BESIDES = frozenset(
-    {
-        *("argparse.Namespace", "types.SimpleNamespace", "pathlib.PosixPath", "_io.BytesIO", "signal.Signals"),
-        *("numpy.ndarray", "numpy.dtype", "numpy.dtypes.UInt32DType"),
-        *("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"),
-    }
-)
 DEEPEST = 32  # dicts in dicts
 NUMPY_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-LFS = b"version https://git-lfs.github.com/spec/"  # how a pointer to a file begins
 LARGEST_INFLATED = 1 << 32  # bytes of an array of a .npz, if no other limit is known
 QUANTIZED = "quantized tensors of Transformer Engine are not decoded: only high_precision values are read"
 NAMELESS = "in lists, by number or of a name that is used twice, as those of an optimizer, are not read"
 OBJECTS = "it contains Python objects, which are pickled: they are not loaded"
-NO_MEMORY = "it needs more memory than is available"
 CHANGED = "it has changed since it was imported: import its directory again"
-
-
-class TooLargeError(TensorFileError):
-    """The file has to be read whole, and that does not fit into the memory allowed."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +86,7 @@ class ForeignFile:
 
     @cached_property
     def _content(self) -> Found:
-        with _reading():
+        with reading():
             return self.read()
 
     @property
@@ -129,16 +116,21 @@ def opened(path: Path, room: int | None = None) -> Iterator[ForeignFile]:
     readers |= dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), _torch)
     if path.suffix not in readers:
         raise TensorFileError(f"not a tensor file: expected {', '.join(SUFFIXES)}")
-    descriptor = _open(path)
-    try:
+    with opened_file(path) as descriptor:
         before = os.fstat(descriptor)
         read = partial(readers[path.suffix], descriptor, before.st_size, room)
         yield ForeignFile(read, Path(f"/proc/self/fd/{descriptor}"))
         after = os.fstat(descriptor)
         if (before.st_size, changed_ns(before)) != (after.st_size, changed_ns(after)):
             raise TensorFileError("it changed while it was read")
-    finally:
-        os.close(descriptor)
+
+
+def load_values(run: Path, row: Mapping[str, Any]) -> Tensor:
+    """The values of a tensor, given its run's directory and its row of the table `tensor`. Raises TensorFileError."""
+    path = run / row["path"]  # an absolute path, of an imported tensor, stays as it is
+    if not Path(row["path"]).is_absolute():
+        return load(path, row, run)
+    return load_foreign(path, row["file_key"], file_when_imported(row))
 
 
 def load_foreign(path: Path, key: str | None = None, imported: FileState | None = None) -> Tensor:
@@ -158,17 +150,6 @@ def load_foreign(path: Path, key: str | None = None, imported: FileState | None 
         raise TensorFileError(f"{path} cannot be read: {error}") from error
 
 
-def load_plain(path: Path) -> Any:
-    """The content of a file that torch.save wrote, if it is tensors and plain data. Tensors are mapped, not read.
-    Raises TensorFileError."""
-    descriptor = _open(path)
-    try:
-        with _reading():
-            return _loaded(descriptor, os.fstat(descriptor).st_size, None)
-    finally:
-        os.close(descriptor)
-
-
 def check_unchanged(path: Path, imported: FileState) -> None:
     """Raise TensorFileError if a file has another content than when it was imported. It is read only if its size or
     time differs. Raises OSError."""
@@ -178,101 +159,18 @@ def check_unchanged(path: Path, imported: FileState) -> None:
         raise TensorFileError(CHANGED) from None
 
 
-def _open(path: Path) -> int:
-    """A descriptor of a nonempty regular file. Other kinds are not opened: opening alone may block or have effects."""
-    try:
-        kind = os.lstat(path).st_mode
-        if stat.S_ISLNK(kind):
-            raise TensorFileError("it is a symbolic link")
-        if not stat.S_ISREG(kind):
-            raise TensorFileError("it is not a regular file")
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
-        raise TensorFileError("it is missing: it was moved or deleted") from None
-    except OSError as error:
-        reason = "it is a symbolic link" if error.errno == errno.ELOOP else (error.strerror or str(error)).lower()
-        raise TensorFileError(reason) from error
-    status = os.fstat(descriptor)
-    is_file = stat.S_ISREG(status.st_mode)
-    is_pointer = is_file and os.pread(descriptor, len(LFS), 0) == LFS
-    if is_file and status.st_size and not is_pointer:
-        return descriptor
-    os.close(descriptor)
-    if is_pointer:
-        raise TensorFileError("it is a pointer of Git LFS, not the file that it stands for: run git lfs pull")
-    raise TensorFileError("it is empty (0 bytes)" if is_file else "it is not a regular file")
-
-
 def _guarded(tensors: Iterator[ForeignTensor]) -> Iterator[ForeignTensor]:
     """The same tensors; any exception caused by a damaged file is raised as TensorFileError."""
     while True:
-        with _reading():
+        with reading():
             tensor = next(tensors, None)
         if tensor is None:
             return
         yield tensor
 
 
-@contextmanager
-def _reading() -> Iterator[None]:
-    """A context that raises TensorFileError for any exception that a damaged file causes."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    except TensorFileError:
-        raise
-    except MemoryError as error:
-        raise TensorFileError(NO_MEMORY) from error
-    except Exception as error:  # KeyError, struct.error, SafetensorError: the readers do not document which
-        raise TensorFileError(_reason(error)) from error
-
-
-def _reason(error: Exception) -> str:
-    """Why a file cannot be read, in one printable line."""
-    text = str(error).strip() or type(error).__name__
-    if match := re.search(r"GLOBAL ([\w.]{1,100}) ", text):
-        return f"it contains more than tensors and plain data ({match[1]}), which could run code: it is not loaded"
-    if "can't allocate memory" in text:
-        return NO_MEMORY
-    if "Weights only load failed" in text:
-        return "damaged, or it contains more than tensors and plain data, which is not loaded"
-    line = "".join(c if c.isprintable() else "?" for c in text.splitlines()[0][:SHOWN])
-    return f"damaged, or not of the type that its name indicates: {line}"
-
-
-def _too_large(why: str, needed: int, room: int) -> str:
-    return f"{why}: that takes {needed / 2**30:.1f} GiB, but only {max(room, 0) / 2**30:.1f} GiB of memory are free"
-
-
-def _loaded(descriptor: int, size: int, room: int | None) -> Any:
-    """What torch.save wrote: tensors and plain data, nothing else."""
-    path = f"/proc/self/fd/{descriptor}"
-    head = os.pread(descriptor, 32, 0)
-    if head.startswith(b"PK\x03\x04"):
-        try:
-            entries = zipfile.ZipFile(path).infolist()
-        except zipfile.BadZipFile:
-            raise TensorFileError("it was cut short or damaged: its ZIP directory cannot be read") from None
-        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-            raise TensorFileError("its entries are compressed, and torch never compresses them")
-        if any(entry.header_offset + entry.file_size > size for entry in entries):
-            raise TensorFileError(
-                "it was cut short or damaged: its ZIP directory lists entries beyond the end of the file"
-            )
-        stand_ins = _stand_ins(path)
-        with safe_globals(stand_ins) if stand_ins else nullcontext():  # torch keeps them for the whole process
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    elif head.startswith(b"\x80") and OLDER_MAGIC in head:
-        if room is not None and size > room:
-            raise TooLargeError(_too_large("it is in torch's legacy format, which cannot be memory-mapped", size, room))
-        with open(path, "rb") as file:
-            return torch.load(file, map_location="cpu", weights_only=True)
-    raise TensorFileError("it is in neither of torch's two formats")
-
-
 def _torch(descriptor: int, size: int, room: int | None) -> Found:
-    content = _loaded(descriptor, size, room)
+    content = load_open(descriptor, room)
     if isinstance(content, Tensor):
         return (), iter([_usable(None, None, content, size, room)])
     if isinstance(content, dict) and isinstance(content.get("tensor"), Tensor):
@@ -329,48 +227,6 @@ def _count(values: list[Any], seen: set[int]) -> int:
             seen.add(id(value))
             left += value.values() if isinstance(value, dict) else value
     return count
-
-
-class StandIn:
-    """Replaces an object that is not a tensor or plain data. Its class is not imported, and its content is dropped."""
-
-    def __new__(cls, *content: object) -> StandIn:
-        return object.__new__(cls)
-
-    def __init__(self, *content: object) -> None: ...
-
-    def __setstate__(self, state: object) -> None: ...
-
-
-class QuantizedTensor(StandIn):
-    """Replaces what Transformer Engine has pickled."""
-
-
-class _Attribute(QuantizedTensor):
-    """Replaces getattr, through which Transformer Engine 2.15 refers to a constructor: returns the class."""
-
-    def __new__(cls, owner: Any, name: str) -> Any:
-        return owner
-
-
-def _stand_ins(path: str) -> list[Any]:
-    """Stand-ins for the classes and functions in a .pt that are Transformer Engine's or those of a checkpoint of
-    Megatron: a dump that has a tensor before and after quantization is one pickle, and so are weights and arguments."""
-    stand_ins = []
-    unknown = set(torch.serialization.get_unsafe_globals_in_checkpoint(path))
-    of_engine = any(name.startswith(ENGINE) for name in unknown)
-    for full in unknown:
-        module, _, name = full.rpartition(".")
-        if full == GETATTR and of_engine:
-            kind: type[StandIn] = _Attribute
-        elif full.startswith(ENGINE):
-            kind = QuantizedTensor
-        elif full.startswith(MEGATRON) or full in BESIDES:
-            kind = StandIn
-        else:  # torch refuses the file, and names it
-            continue
-        stand_ins.append(type(name, (kind,), {"__module__": module}))
-    return stand_ins
 
 
 def _safetensors(descriptor: int, size: int, room: int | None) -> Found:
@@ -431,7 +287,7 @@ def _arrays(path: str, entries: list[zipfile.ZipInfo], room: int | None) -> Iter
         for entry in entries:
             key = entry.filename.removesuffix(".npy")
             if entry.file_size > (LARGEST_INFLATED if room is None else room):
-                raise TooLargeError(_too_large("its arrays are read whole", entry.file_size, room or LARGEST_INFLATED))
+                raise TooLargeError(too_large("its arrays are read whole", entry.file_size, room or LARGEST_INFLATED))
             with file.open(entry) as opened_entry:
                 version = np.lib.format.read_magic(opened_entry)
                 if version not in NUMPY_HEADERS:
@@ -472,7 +328,7 @@ def _usable(key: str | None, metadata: object, x: Tensor, size: int, room: int |
         return ForeignTensor(key, metadata, None, dtype, refused=reason)
     copied = x.numel() * min(x.element_size(), 4)
     if room is not None and copied > room and (x.dtype == torch.float64 or not x.is_contiguous()):
-        raise TooLargeError(_too_large("its values must be converted", copied, room))
+        raise TooLargeError(too_large("its values must be converted", copied, room))
     x = x.resolve_neg()
     if x.dtype == torch.float64:
         wide, x = x, x.float()

@@ -1,8 +1,8 @@
-"""Atomic writes of files and directories, and tensor files.
+"""Atomic writes of files and directories, and of tensor files.
 
 A tensor file is {"tensor", "tensor_info", "metadata"} in torch's zip format. It loads with torch.load(path,
-weights_only=True, mmap=True), here and in any other script; nothing is unpickled that weights_only does not allow.
-torch is imported only to read or write a tensor, so that queries of the index need not wait for it.
+weights_only=True, mmap=True) in any script; here, `data.tensor_files` reads it. torch is imported only to write a
+tensor, so that queries of the index need not wait for it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from binade.data.text import describe
-
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -41,6 +39,7 @@ SUFFIXES = (
     ".npz",
 )  # of the tensor files that other tools write
 MOST_TEXT = 1 << 20  # of a recipe or settings that a person writes
+LINK = "a symbolic link, which is not followed"
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 WITH_LOCKS = {"lustre": "mount it with -o flock", "nfs": "mount it with NFS 4, or start its lock service (rpc.statd)"}
 HOST = re.sub(r"[^\w-]", "_", socket.gethostname())  # a root may be on a disk that several machines share
@@ -52,18 +51,43 @@ class TensorFileError(ValueError):
     exit_status = 1
 
 
-def regular(path: str, flags: int) -> int:
-    """The opener of `open` for files that others may have created. OSError for a FIFO or device, which may block."""
-    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+def regular(path: str, flags: int, folder: int | None = None) -> int:
+    """The opener of `open` for files that others may have created. OSError for a FIFO or device, which may block.
+    folder: the descriptor of the directory that the path is relative to."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666, dir_fd=folder)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file", path)
     return descriptor
 
 
+def inside(base: Path) -> Callable[[str, int], int]:
+    """An opener of `open` for the files of a directory that others may have filled. A path that leads out of it, a
+    symbolic link below it, and what is not a regular file raise OSError. `base` itself may be a link."""
+
+    def opener(path: str, flags: int) -> int:
+        *folders, name = Path(path).relative_to(base).parts
+        if ".." in folders:
+            raise OSError(errno.EINVAL, f"not in {base}", path)
+        folder = os.open(base, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            for place in folders:
+                below = os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+                os.close(folder)
+                folder = below
+            return regular(name, flags | os.O_NOFOLLOW, folder)
+        except OSError as error:
+            reason = LINK if error.errno == errno.ELOOP else error.strerror
+            raise OSError(error.errno, reason, path) from None
+        finally:
+            os.close(folder)
+
+    return opener
+
+
 def no_link(path: str, flags: int) -> int:
-    """As `regular`; a symbolic link raises OSError too."""
-    return regular(path, flags | os.O_NOFOLLOW)
+    """The opener `inside` of the file's folder."""
+    return inside(Path(path).parent)(path, flags)
 
 
 def read_file(path: Path, most: int = MOST_BYTES) -> bytes:
@@ -388,26 +412,4 @@ def check_content(path: Path, expected: str, known: FileState | None = None) -> 
         return
     digest = _digest(path, (now.st_dev, now.st_ino, now.st_size, changed_ns(now)))
     if digest != expected:
-        raise TensorFileError(f"{path} is damaged: it has SHA-256 {digest[:12]}…, expected {expected[:12]}…")
-
-
-def load(path: Path, expected: str | None = None) -> Tensor:
-    """The tensor of a file, memory-mapped: pages are read when touched. With `expected`, the SHA-256 of the file is
-    checked first. Raises TensorFileError."""
-    import torch
-
-    try:
-        check_regular(path)
-        if expected is not None:
-            check_content(path, expected)
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except FileNotFoundError:
-        raise TensorFileError(f"{path} is missing: it was moved or deleted since it was indexed") from None
-    except TensorFileError:
-        raise
-    except Exception as error:  # a damaged pickle raises almost anything: KeyError, IndexError, struct.error
-        raise TensorFileError(f"{path} cannot be read as a tensor file: {describe(error)}") from error
-    if not isinstance(content, dict) or not isinstance(content.get("tensor"), torch.Tensor):
-        raise TensorFileError(f"{path} contains no tensor: expected a dict with the key 'tensor'")
-    tensor: Tensor = content["tensor"]
-    return tensor
+        raise TensorFileError(f"it is damaged: it has SHA-256 {digest[:12]}…, expected {expected[:12]}…")

@@ -15,8 +15,8 @@ from binade.data.difference import joined
 from binade.data.intake import same
 from binade.data.open_index import HIDDEN, IN_LIST, CatalogError, OpenIndex
 from binade.data.runs import IMPORT
-from binade.data.segment import Identity, file_when_imported
-from binade.data.store import changed_ns, load
+from binade.data.segment import Identity
+from binade.data.store import changed_ns
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,7 +35,7 @@ class TensorValues(OpenIndex):
 
     def _file(self, tensor_id: str) -> tuple[Path, dict[str, Any]]:
         """The path of the tensor's file, and its row: path is absolute there if another tool wrote the file."""
-        columns = "run_id", "path", "file_key", "sha256", "file_size", "file_time_ns", "config"
+        columns = "run_id", "path", "file_key", "sha256", "file_size", "file_time_ns", "dtype", "shape", "config"
         rows = self._rows(
             f"SELECT {', '.join(columns)} FROM tensor LEFT JOIN run USING (run_id) WHERE tensor_id = ?", [tensor_id]
         )
@@ -68,12 +68,10 @@ class TensorValues(OpenIndex):
         return self.kept(("values", self.contents([tensor_id])), lambda: self._read(tensor_id))
 
     def _read(self, tensor_id: str) -> Tensor:
-        path, row = self._file(tensor_id)
-        if not os.path.isabs(row["path"]):
-            return load(path, row["sha256"])
-        from binade.data.foreign import load_foreign  # imports torch
+        _, row = self._file(tensor_id)
+        from binade.data.foreign import load_values  # imports torch
 
-        return load_foreign(path, row["file_key"], file_when_imported(row))
+        return load_values(self.root / row["run_id"], row)
 
     def unsharded(self, tensor_id: str) -> Tensor:
         """Return the whole tensor, assembled from the shards of the tensor-parallel ranks; `load` if it is not sharded.

@@ -6,9 +6,11 @@ everything.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
@@ -18,7 +20,7 @@ from binade.data.held_out import check_held_out
 from binade.data.parity_results import read_parity
 from binade.data.runs import RUNNING, RunError, RunInfo, check_losses, check_root, read_run, run_directories
 from binade.data.segment import read_tables
-from binade.data.store import sha256
+from binade.data.store import inside, sha256
 from binade.data.text import describe
 from binade.data.twin import check_twins
 
@@ -107,21 +109,34 @@ def _check_segment(run: RunInfo, name: str, verified: Verified, refuse: Callable
     verified.files += len(written.files)
     if "tensor.parquet" in damaged:
         return 0
-    tensors = zip(rows["path"].to_pylist(), rows["sha256"].to_pylist(), strict=True)
-    for path, digest in dict.fromkeys(tensors):  # an imported file may have several
-        if path is not None and Path(path).is_absolute():
+    imported = set()
+    for row in rows.select(["path", "sha256", "dtype", "shape"]).to_pylist():
+        path, digest = row["path"], row["sha256"]
+        if path is not None and not Path(path).is_absolute():
+            _check_tensor(run.directory, row, verified, refuse)
+        elif path is not None and (path, digest) not in imported:  # a file may have several tensors
+            imported.add((path, digest))
             _check_imported(Path(path), digest, verified, lambda reason: refuse(segment, reason))
-        elif path is not None:
-            _check_tensor(run.directory / path, digest, verified, refuse)
     return len(rows)
 
 
-def _check_tensor(file: Path, digest: str | None, verified: Verified, refuse: Callable[[Path, str], None]) -> None:
+def _check_tensor(run: Path, row: Mapping[str, Any], verified: Verified, refuse: Callable[[Path, str], None]) -> None:
+    """Compare a tensor file with its row: first its SHA-256, then what `tensor_files.load` compares."""
+    from binade.data.tensor_files import load  # imports torch
+
     verified.files += 1
-    if not file.is_file():
+    file = run / row["path"]
+    try:
+        with open(file, "rb", opener=inside(run)) as opened:
+            digest = hashlib.file_digest(opened, "sha256").hexdigest()
+        if row["sha256"] not in (None, digest):
+            refuse(file, f"has SHA-256 {digest[:12]}…, expected {row['sha256'][:12]}…")
+        else:
+            load(file, {**row, "sha256": None}, run)
+    except FileNotFoundError:
         refuse(file, "is missing")
-    elif digest is not None and (actual := sha256(file)) != digest:
-        refuse(file, f"has SHA-256 {actual[:12]}…, expected {digest[:12]}…")
+    except (OSError, ValueError) as error:
+        refuse(file, f"is damaged: {describe(error).removeprefix(f'{file} cannot be read as a tensor file: ')}")
 
 
 def _check_imported(file: Path, digest: str | None, verified: Verified, refuse: Callable[[str], None]) -> None:

@@ -20,10 +20,11 @@ from binade.collector.imports.files import LEFT_OUT, File, Refusal
 from binade.collector.imports.log import Importer, TensorLog
 from binade.collector.imports.model_paths import Clues, names_parameter
 from binade.collector.imports.registry import interpret, statistics_of
-from binade.data.foreign import ForeignTensor, TooLargeError, opened
+from binade.data.foreign import ForeignTensor, opened
 from binade.data.runs import is_unicode
 from binade.data.segment import Identity, LoggedRow, Origin, Score, TensorRow, Trace
 from binade.data.store import FileState, TensorFileError, sha256
+from binade.data.tensor_files import TooLargeError
 from binade.data.tensor_kinds import MAPS
 from binade.data.text import counted, describe
 from binade.quant.metrics import score

@@ -178,7 +178,7 @@ LINES = (
 
 def _torch_samples(path: Path) -> Iterator[tuple[str, str, RolloutSequence]]:
     """slime: a dict per sequence in `samples`. miles, and slime before its version 2: a list per key."""
-    from binade.data.foreign import load_plain  # imports torch
+    from binade.data.tensor_files import load_plain  # imports torch
 
     with raising(ConfigError, f"{path} cannot be read", TensorFileError):
         content = load_plain(path)

@@ -33,6 +33,7 @@ from binade.data.continued import continued_run
 from binade.data.effects import MEASURE, Effect, EffectGroup, Measured, continue_effects
 from binade.data.runs import CHECKPOINTS, RunError
 from binade.data.runs import describe_run as describe_saved
+from binade.data.tensor_files import load_plain
 
 Say = Callable[[str], None]
 Progress = Callable[[int, int], None]
@@ -222,7 +223,7 @@ def _restore(model: nn.Module, run: Path) -> str:
     path = folders[-1].with_name("rank00.pt")
     damage = OSError, RuntimeError, KeyError, ValueError, TypeError, pickle.UnpicklingError
     with raising(RunError, f"{path} cannot be read", *damage):
-        model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True)["model"])
+        model.load_state_dict(load_plain(path)["model"])
     return path.parent.name
 
 

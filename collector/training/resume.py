@@ -39,6 +39,7 @@ from binade.data.held_out import FILE as HELD_OUT
 from binade.data.json_files import write_json
 from binade.data.runs import CHECKPOINTS, SEGMENT, RunError, RunInfo, RunWriter, describe_run, first_step, read_run
 from binade.data.store import remove_directory, save_state, staged_file
+from binade.data.tensor_files import load_plain
 from binade.data.twin import FILE as TWINS
 
 KEPT = 2  # a rank may write the next one while another has not written this one
@@ -71,7 +72,7 @@ class Resumed:
         path = self.folder / f"rank{rank:02d}.pt"
         damage = OSError, RuntimeError, KeyError, ValueError, TypeError, pickle.UnpicklingError
         with raising(RunError, f"{path} cannot be read", *damage):
-            state = torch.load(path, map_location="cpu", weights_only=True)
+            state = load_plain(path, mapped=False)
             model.load_state_dict(state["model"])
             optimizer.load_state_dict(state["optimizer"])
             torch.set_rng_state(state["cpu"])

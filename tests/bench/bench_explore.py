@@ -24,7 +24,8 @@ from binade.app.questions.shared import distribution_charts, distributions, laws
 from binade.app.view import View
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
-from binade.data.store import load, save
+from binade.data.store import save
+from binade.data.tensor_files import load
 from tests.bench.bench_quantize import timed
 from tests.bench.make_root import make_root
 

@@ -21,7 +21,8 @@ from torch import Tensor
 from binade.app.questions.shared.selection import SelectedTensor
 from binade.app.questions.why import question
 from binade.data.filter import Filter
-from binade.data.store import load, sha256
+from binade.data.store import sha256
+from binade.data.tensor_files import load
 from binade.quant import fake_quantize
 from binade.quant.specs import Spec
 
@@ -85,10 +86,10 @@ def main() -> None:
         path = Path(folder) / "x.pt"
         rows = int(args.gb * GB) // 4 // CHANNELS
         torch.save({"tensor": torch.randn(rows, CHANNELS, generator=torch.Generator().manual_seed(1))}, path)
-        digest = sha256(path)
         x = load(path)
         summary = {"absmax": 6.0, "rms": 1.0, "absmin": 1e-9, "kurtosis": 3.0, "zeros": 0, "numel": x.numel()}
-        row = pd.Series({"contracted_axis": -1, "dtype": "float32", "tensor_id": "t", **summary})
+        file = {"dtype": "float32", "shape": list(x.shape), "sha256": sha256(path)}
+        row = pd.Series({"contracted_axis": -1, "tensor_id": "t", **file, **summary})
 
         def why(values: Tensor) -> None:
             question.draw(Alone(None, Filter(), row=row, x=values, spec=Spec.of(args.format)), {})
@@ -96,7 +97,7 @@ def main() -> None:
         why(x[: 1 << 13])  # builds the kernel, and imports
         first = x[: min(rows, GB // 4 // CHANNELS)]
         found = {
-            "checksum, once per file": (x, measured(lambda: load(path, digest))),
+            "checksum, once per file": (x, measured(lambda: load(path, row))),
             "Why": (x, measured(lambda: why(x))),
             "plain torch": (first, measured(lambda: plain(first, args.format))),
         }

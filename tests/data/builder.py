@@ -122,7 +122,7 @@ def reseal(run: Path) -> None:
         file.write_text(json.dumps(json.loads(file.read_text()) | {"files": sums}))
 
 
-def with_column(content: bytes, column: str, value: str | int) -> bytes:
+def with_column(content: bytes, column: str, value: Any) -> bytes:
     """A Parquet file whose rows all have this value, of the column's own type."""
     table = pq.read_table(io.BytesIO(content))
     place, field = table.schema.get_field_index(column), table.schema.field(column)

@@ -25,7 +25,6 @@ from binade.data.store import (
     TensorFileError,
     check_regular,
     encode,
-    load,
     read_file,
     read_text,
     remove_directory,
@@ -37,6 +36,7 @@ from binade.data.store import (
     temporary_file,
     write_atomic,
 )
+from binade.data.tensor_files import load
 from binade.data.text import csv_cell, csv_table, describe, one_line
 from tests.conftest import PROJECT, run_python
 
@@ -202,7 +202,7 @@ def test_a_damaged_file_is_named(tmp_path, name):
 
 
 def test_a_missing_file_and_a_directory_are_named(tmp_path):
-    with pytest.raises(TensorFileError, match=r"gone.pt is missing"):
+    with pytest.raises(TensorFileError, match=r"gone.pt .* it is missing"):
         load(tmp_path / "gone.pt")
     with pytest.raises(TensorFileError, match="cannot be read"):
         load(tmp_path)

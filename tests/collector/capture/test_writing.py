@@ -21,7 +21,7 @@ from binade.collector.capture.recorder import Recorder
 from binade.collector.capture.writing import OVERHEAD, Pending, Writing
 from binade.data.runs import RunWriter, read_status
 from binade.data.segment import Identity, TensorRow, segment_names
-from binade.data.store import load
+from binade.data.tensor_files import load
 from binade.quant.summary import summarize
 from tests.collector.small_model import batch, build
 from tests.interrupts import interrupted

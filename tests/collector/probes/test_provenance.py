@@ -21,7 +21,7 @@ from binade.collector.models.registry import MODELS
 from binade.collector.probes import provenance
 from binade.data.events import read_events
 from binade.data.segment import read_tables
-from binade.data.store import load
+from binade.data.tensor_files import load
 from tests.collector.small_model import batch, build, end_step
 
 pytestmark = pytest.mark.slow
