@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import signal
+import unicodedata
 from collections.abc import Iterable, Sequence, Sized
 from decimal import Decimal
 from typing import TYPE_CHECKING
@@ -12,10 +13,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import pandas as pd
 
-# Text that a spreadsheet would treat as a formula: it begins like one, and is not a number.
-_FORMULA = re.compile(r"\s*[=@＝＠＋－;]|[\t\r\n]|\s*[+-](?!(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$|inf$)", re.IGNORECASE)
+# Text that a spreadsheet would treat as a formula: it begins like one, and is not a number. Both follow `_Visible`.
+_FORMULA = re.compile(r" *[=@;]|[\t\r\n]| *[+-](?!(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$|inf$)", re.IGNORECASE)
 # The same behind what separates cells in other locales than the file's; a list of numbers is none.
-_INSIDE = re.compile(r"([;\t\r\n]\s*)(?=[=@＝＠]|[+＋－-](?!\.?\d|inf))", re.IGNORECASE)
+_INSIDE = re.compile(r"(?<=[;\t\r\n])( *)(?=[=@]|[+-](?!\.?\d|inf))", re.IGNORECASE)
+FILLERS = "\u115f\u1160\u2800\u3164\uffa0"  # letters that show nothing
 _CELLS = re.compile(r"([,;])")  # separators of cells in different locales
 
 
@@ -113,12 +115,35 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], align: 
     return "\n".join(f"| {' | '.join(line)} |" for line in (header, rule, *rows))
 
 
+class _Visible(dict[int, str]):
+    """For str.translate: what a spreadsheet may skip in front of a formula becomes a space (controls, formats, spaces,
+    marks and fillers), and other forms of the signs that begin one, such as ＝, become these signs."""
+
+    def __missing__(self, code: int) -> str:
+        char = chr(code)
+        plain = unicodedata.normalize("NFKC", char)
+        if char not in "\t\r\n" and (unicodedata.category(char)[0] in "CZM" or char in FILLERS):
+            char = " "
+        elif plain in ("=", "+", "-", "@") and char not in plain:
+            char = "@"  # no number begins like this
+        elif char == "−":
+            char = "-"
+        self[code] = char
+        return char
+
+
+_visible = _Visible()
+
+
 def csv_cell(value: object) -> object:
     """A value as a cell of CSV. Text that a spreadsheet would treat as a formula gets an apostrophe in front."""
     if not isinstance(value, str):
         return value
-    text = _INSIDE.sub(r"\1'", value)
-    return f"'{text}" if _FORMULA.match(text) else text
+    visible, text, start = value.translate(_visible), "", 0
+    for formula in _INSIDE.finditer(visible):
+        text, start = f"{text}{value[start : formula.end()]}'", formula.end()
+    text += value[start:]
+    return f"'{text}" if _FORMULA.match(visible) else text
 
 
 def csv_table(frame: pd.DataFrame, comment: str = "") -> str:

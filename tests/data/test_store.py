@@ -11,6 +11,7 @@ import resource
 import stat
 import subprocess
 import sys
+import unicodedata
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -351,6 +352,25 @@ def test_csv_has_no_formulas():
     frame = pd.DataFrame({"=a": ["=1", "x"], "n": [-1.5, 2.0], "c": pd.Categorical(["@x", "y"])})
     assert csv_table(frame, "recipe ,=A1; +x\ntwo") == "# recipe ,'=A1;' +x\n# two\n'=a,n,c\n'=1,-1.5,'@x\nx,2.0,y\n"
     assert frame["=a"][0] == "=1"  # the table itself is left as it is
+
+
+SKIPPED = {"Cc", "Cf", "Co", "Cn", "Zs", "Zl", "Zp", "Mn", "Me"}  # categories that show nothing of their own
+
+
+@pytest.mark.parametrize("sign", "=@+-\uff1d\uff20\uff0b\uff0d\ufe66\u207c")
+def test_characters_that_a_spreadsheet_skips_hide_no_formula(sign):
+    """Of every category, alone and together, in a cell and behind the separator of another locale."""
+    skipped = {unicodedata.category(chr(code)): chr(code) for code in range(0x11000) if chr(code) not in "\t\r\n"}
+    hidden = [skipped[category] for category in SKIPPED] + list(
+        "\0\x01\x7f\xa0\xad\u061c\u200b\u200e\u2060\ufeff\ufe0f\u3164"
+    )
+    for prefix in [*hidden, "".join(hidden), " \u200b\xa0", "\ufeff\ufeff"]:
+        formula = f"{prefix}{sign}cmd|' /C calc'!A0"
+        assert csv_cell(formula) == f"'{formula}"
+        assert csv_cell(f"a;{formula}") == f"a;{prefix}'{sign}cmd|' /C calc'!A0"
+        assert csv_table(pd.DataFrame({formula: [formula]})) == f"'{formula}\n'{formula}\n"
+    for number in ("-1.5", "\u200b-1.5", "\ufeff+2e3", "\u22121", "\u200b", "a\u200b=1", "caf\u0301e=1"):
+        assert csv_cell(number) == number
 
 
 @pytest.mark.parametrize(
