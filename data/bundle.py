@@ -36,7 +36,15 @@ from binade.data.events import read_events
 from binade.data.read_tables import UnreadableError, check_readable
 from binade.data.runs import RUNNING, RunError, RunInfo, fingerprint, list_runs, read_run, run_names
 from binade.data.segment import MANIFEST, TABLES, SegmentError, manifest, table_files
-from binade.data.store import TensorFileError, check_content, staged_file, staging_directory, sweep_beside
+from binade.data.store import (
+    TensorFileError,
+    check_content,
+    inside,
+    is_inside,
+    staged_file,
+    staging_directory,
+    sweep_beside,
+)
 from binade.data.text import describe
 from binade.data.verify import verify
 
@@ -129,13 +137,15 @@ def write(
                 if digest := plan.digests.get(name):
                     check_content(path, digest)
                 text = name.endswith((".json", ".jsonl", ".txt"))
-                archive.write(path, name, zipfile.ZIP_DEFLATED if text else zipfile.ZIP_STORED)
+                base = plan.folder if path.is_relative_to(plan.folder) else root / name.split("/")[1]
+                with open(path, "rb", opener=inside(base)) as source:
+                    method = zipfile.ZIP_DEFLATED if text else zipfile.ZIP_STORED
+                    archive.write(f"/proc/self/fd/{source.fileno()}", name, method)
                 done(count, len(plan.files))
             for name, content in (extras or {}).items():
                 archive.writestr(name, content, zipfile.ZIP_DEFLATED)
     except (RunError, SegmentError, TensorFileError, OSError, pa.ArrowException) as error:
-        reason = getattr(error, "strerror", None) or describe(error)
-        raise BundleError(f"The bundle {target} cannot be written: {reason}.") from error
+        raise BundleError(f"The bundle {target} cannot be written: {describe(error)}.") from error
     return WrittenBundle(len(runs), plan.tensors, plan.with_values, plan.left_out, target.stat().st_size)
 
 
@@ -176,11 +186,11 @@ class _Plan:
             paths = []
             for name, path in zip(table["tensor_id"].to_pylist(), table["path"].to_pylist(), strict=True):
                 chosen = path is not None and (wanted is None or f"{run.run_id}/{name}" in wanted)
-                inside = chosen and _is_raw(path) and (file := run.directory / path).is_file()
-                if inside:
-                    sizes[path] = file.stat().st_size
-                self.left_out += chosen and not inside
-                paths.append(path if inside else None)
+                here = chosen and _is_raw(path) and is_inside(run.directory, path)
+                if here:
+                    sizes[path] = (run.directory / path).stat().st_size
+                self.left_out += chosen and not here
+                paths.append(path if here else None)
             tensors += len(paths)
             with_values += sum(path is not None for path in paths)
             column = table.schema.field("path")
@@ -195,7 +205,7 @@ class _Plan:
             self.digests |= {f"{prefix}/{path}": digest for path, digest in known if path and digest}
         self.files |= {f"{prefix}/{path}": run.directory / path for path in sizes}
         for name in RUN_FILES:
-            if (run.directory / name).is_file():
+            if os.path.lexists(run.directory / name):
                 self.files[f"{prefix}/{name}"] = run.directory / name
         without, nbytes = tensors - with_values, sum(sizes.values())
         status = replace(run.status, tensors=tensors, tensors_without_raw=without, bytes=nbytes)

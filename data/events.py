@@ -16,7 +16,7 @@ from pydantic.dataclasses import dataclass
 
 from binade.data.json_files import STRICT, parse_json
 from binade.data.runs import Whole
-from binade.data.store import read_file
+from binade.data.store import inside, read_file
 
 
 class EventKind(StrEnum):
@@ -78,7 +78,7 @@ def events_file(directory: Path, rank: int) -> Path:
 
 def append_event(directory: Path, event: Event) -> None:
     """Add an event to a run, as the one writer of its rank. Raises OSError."""
-    with open(events_file(directory, event.rank), "a", encoding="utf-8") as file:
+    with open(events_file(directory, event.rank), "a", encoding="utf-8", opener=inside(directory)) as file:
         file.write(json.dumps(asdict(event)) + "\n")
 
 
@@ -92,7 +92,7 @@ def read_events(directory: Path) -> list[Event]:
     events = []
     for path in _files(directory):
         with suppress(OSError, ValueError):
-            for line in read_file(path).splitlines():
+            for line in read_file(path, base=directory).splitlines():
                 events.append(parse_json(Event, line))
     return sorted(
         events, key=lambda event: (event.iteration, math.inf if event.order is None else event.order, event.rank)
@@ -103,7 +103,7 @@ def check_events(directory: Path) -> None:
     """Raise OSError for a file of events that cannot be read."""
     for path in _files(directory):
         with suppress(FileNotFoundError):
-            read_file(path)
+            read_file(path, base=directory)
 
 
 def _files(directory: Path) -> list[Path]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
-from binade.data.store import read_file, write_atomic
+from binade.data.store import no_link, read_file, write_atomic
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -77,9 +77,10 @@ def unsealed(record: bytes) -> bytes:
     return before + b"}"
 
 
-def read_json(kind: type[T], path: Path) -> T:
-    """Read a file that may have a checksum. Raises OSError, and ValueError if it is damaged."""
-    content = read_file(path, MOST_BYTES)
+def read_json(kind: type[T], path: Path, base: Path | None = None) -> T:
+    """Read a file that may have a checksum. base: the directory below which no link is followed, by default the file's.
+    Raises OSError, and ValueError if it is damaged."""
+    content = read_file(path, MOST_BYTES, base or path.parent)
     try:
         content = unsealed(content)
     except ValueError as error:
@@ -96,5 +97,5 @@ def write_json(path: Path, record: DataclassInstance) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not path.exists():
             raise
-        with open(path, "r+b", buffering=0) as file:
+        with open(path, "r+b", buffering=0, opener=no_link) as file:
             file.write(content.ljust(path.stat().st_size))  # spaces after the end keep it valid without a second step

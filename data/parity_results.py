@@ -223,9 +223,9 @@ def save_parity(root: Path, label: str, facts: Mapping[str, Any], result: Parity
 def read_parity(directory: Path) -> Parity | None:
     """The result of a run; None if it has none. Raises RunError if it is damaged, and OSError."""
     path = directory / FILE
-    if not path.exists():
-        return None
     try:
-        return parse_json(Parity, unsealed(read_file(path, MOST_BYTES)))
+        return parse_json(Parity, unsealed(read_file(path, MOST_BYTES, directory)))
+    except FileNotFoundError:
+        return None
     except ValueError as error:
         raise RunError(f"its {FILE} is damaged: {error}") from None

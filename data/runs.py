@@ -54,13 +54,23 @@ from binade.data.json_files import (
     write_json,
 )
 from binade.data.segment import MERGED, Manifest, last_number, read_manifest, segment_digest, segment_names
-from binade.data.store import delete_left, locked, read_file, remove_directory, staged_directory, write_atomic
+from binade.data.store import (
+    LINK,
+    delete_left,
+    locked,
+    no_link,
+    read_file,
+    remove_directory,
+    staged_directory,
+    write_atomic,
+)
 from binade.data.store import process_start as process_start
 from binade.data.text import describe
 
 RUN_FILE = "run.json"
 STATUS_FILE = "status.json"
 IMPORT = "import"  # run.json's "kind" of a run whose tensors another tool logged
+FOLDERS = ("segments", "tensors", "ranks", "checkpoints")  # of a run
 CHECKPOINTS = "checkpoints"  # the folder of a run that can be resumed from them
 DEFAULT_ROOT = Path("data/runs")
 
@@ -489,7 +499,7 @@ def rank_statuses(directory: Path) -> list[RankStatus]:
     statuses = []
     for path in sorted((directory / "ranks").glob("rank*.json")):
         with suppress(OSError, ValueError):
-            statuses.append(read_json(RankStatus, path))
+            statuses.append(read_json(RankStatus, path, directory))
     return statuses
 
 
@@ -545,7 +555,10 @@ def settle(directory: Path, state: RunState, reason: str | None) -> None:
 
 
 def read_run(directory: Path) -> RunInfo:
-    """A run's configuration and state. Raises RunError if the directory is not a run or its files are damaged."""
+    """A run's configuration and state. Raises RunError if the directory is not a run, its files are damaged or one of
+    its folders is a link."""
+    if linked := next((name for name in FOLDERS if (directory / name).is_symlink()), None):
+        raise RunError(f"{directory.name} cannot be read: its {linked} is {LINK}")
     try:
         config = read_json(RunFile, directory / RUN_FILE)
         status = read_status(directory)
@@ -639,7 +652,7 @@ def fingerprint(directory: Path) -> str:
     has the same fingerprint when it is bundled without its values. Raises RunError if a file is missing or damaged."""
     total = hashlib.sha256()
     try:
-        total.update(hashlib.sha256((directory / RUN_FILE).read_bytes()).digest())
+        total.update(hashlib.sha256(read_file(directory / RUN_FILE, base=directory)).digest())
         for name, digest in sorted(digests(directory).items()):
             total.update(name.encode() + b"\0" + bytes.fromhex(digest))
     except (OSError, ValueError) as error:
@@ -688,7 +701,7 @@ def first_step(directory: Path) -> str | None:
     """The first iteration that a run's training has read, as JSON, and the hashes of its data and of the weights before
     it: as its first record says, or that record's. None if there is no valid one."""
     try:
-        with open(directory / "loss.jsonl", "rb") as file:
+        with open(directory / "loss.jsonl", "rb", opener=no_link) as file:
             record = json.loads(unsealed(file.readline()))
     except (OSError, ValueError, RecursionError):
         return None
@@ -715,13 +728,16 @@ def is_step(record: object) -> bool:
 
 def append_line(path: Path, record: bytes) -> None:
     """Add a JSON object with its checksum to a file of lines. Raises OSError."""
-    with open(path, "ab") as file:
+    with open(path, "ab", opener=no_link) as file:
         file.write(sealed(record) + b"\n")
 
 
 def lines_of(path: Path) -> list[bytes]:
     """The lines of a file, each with its checksum; none if there is no file. Raises OSError."""
-    return read_file(path).splitlines(keepends=True) if path.exists() else []
+    try:
+        return read_file(path, base=path.parent).splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
 
 
 def check_lines(path: Path, what: str, is_sound: Callable[[bytes], bool]) -> None:

@@ -29,7 +29,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from binade.data.json_files import STRICT, read_json
-from binade.data.store import FileState, regular, sha256, staged_directory, staged_file, write_atomic
+from binade.data.store import FileState, inside, sha256, staged_directory, staged_file, write_atomic
 
 if TYPE_CHECKING:  # they import torch, which reading the index does not need
     from binade.quant.block_histograms import Histogram
@@ -366,13 +366,12 @@ class Manifest:
         """The files of the segment that have changed, with the difference. Raises OSError."""
         differences = {}
         for name, expected in self.files.items():
-            file = segment / name
-            if not file.is_file():
-                differences[name] = f"is missing, expected {expected.bytes} bytes"
-            else:
-                with open(file, "rb") as opened:
+            try:
+                with open(segment / name, "rb", opener=_inside_run(segment)) as opened:
                     if difference := expected.difference(opened):
                         differences[name] = difference
+            except FileNotFoundError:
+                differences[name] = f"is missing, expected {expected.bytes} bytes"
         more = [file.name for file in table_files(segment).values() if file.name not in self.files]
         return differences | dict.fromkeys(more, f"is not in {MANIFEST}")
 
@@ -398,7 +397,7 @@ def read_manifest(segment: Path, run_id: str | None) -> Manifest:
     """The manifest of a segment of this run; None for any. Raises OSError, and ValueError if it is damaged or the
     segment was written under another name or by another run."""
     try:
-        written = read_json(Manifest, segment / MANIFEST)
+        written = read_json(Manifest, segment / MANIFEST, segment.parents[1])
     except FileNotFoundError:
         raise SegmentError(f"{MANIFEST} is missing: expected the checksums of the segment") from None
     except ValueError as error:
@@ -408,6 +407,11 @@ def read_manifest(segment: Path, run_id: str | None) -> Manifest:
     if None not in (run_id, written.run_id) and written.run_id != run_id:
         raise SegmentError(f"it was written by run {written.run_id}: expected a segment of {run_id}")
     return written
+
+
+def _inside_run(segment: Path) -> Callable[[str, int], int]:
+    """The opener of a segment's files: no link below its run's directory is followed."""
+    return inside(segment.parents[1])
 
 
 def parquet_options(schema: pa.Schema) -> dict[str, Any]:
@@ -451,7 +455,7 @@ def read_tables(
             continue
         if written and file.name not in written.files:
             raise SegmentError(f"{file.name} is not in {MANIFEST}")
-        with open(file, "rb", opener=regular) as source:
+        with open(file, "rb", opener=_inside_run(segment)) as source:
             if written and (difference := written.files[file.name].difference(source)):
                 raise SegmentError(f"{file.name} {difference}")
             source.seek(0)
@@ -631,7 +635,7 @@ def segment_names(run_directory: Path) -> list[str]:
     for merged in names:
         if merged.startswith(MERGED):
             with suppress(OSError, ValueError):  # a damaged manifest is reported when its rows are read
-                replaces = read_json(Manifest, directory / merged / MANIFEST).replaces
+                replaces = read_json(Manifest, directory / merged / MANIFEST, run_directory).replaces
                 replaced |= {name for name in replaces.keys() & names if _is_same(directory / name, replaces[name])}
     return sorted(names - replaced)
 
@@ -654,8 +658,12 @@ def segment_digest(directory: Path) -> bytes:
     total = hashlib.sha256()
     for name, path in table_files(directory).items():
         if name != "tensor":
-            total.update(bytes.fromhex(sha256(path)))
-    with pq.ParquetFile(directory / "tensor.parquet") as file:
+            with open(path, "rb", opener=_inside_run(directory)) as opened:
+                total.update(hashlib.file_digest(opened, "sha256").digest())
+    with (
+        open(directory / "tensor.parquet", "rb", opener=_inside_run(directory)) as opened,
+        pq.ParquetFile(opened) as file,
+    ):
         names = [name for name in file.schema_arrow.names if name != "path"]
         for batch in file.iter_batches(DIGESTED, columns=names):
             for row in batch.to_pylist():

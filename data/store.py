@@ -85,14 +85,24 @@ def inside(base: Path) -> Callable[[str, int], int]:
     return opener
 
 
+def is_inside(base: Path, path: str) -> bool:
+    """Whether `inside` opens this path, which is relative to the directory."""
+    try:
+        os.close(inside(base)(str(base / path), os.O_RDONLY))
+    except (OSError, ValueError):
+        return False
+    return True
+
+
 def no_link(path: str, flags: int) -> int:
     """The opener `inside` of the file's folder."""
     return inside(Path(path).parent)(path, flags)
 
 
-def read_file(path: Path, most: int = MOST_BYTES) -> bytes:
-    """The content of a regular file. Raises OSError, also for a file that is larger than `most` bytes."""
-    with open(path, "rb", opener=regular) as file:
+def read_file(path: Path, most: int = MOST_BYTES, base: Path | None = None) -> bytes:
+    """The content of a regular file. base: the directory below which no link is followed, None for a file that a user
+    has named. Raises OSError, also for a file that is larger than `most` bytes."""
+    with open(path, "rb", opener=inside(base) if base else regular) as file:
         if os.fstat(file.fileno()).st_size > most:
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
         content = file.read(most + 1)

@@ -6,6 +6,7 @@ Saving never changes an earlier version, and of two writers at once each gets a 
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -22,7 +23,7 @@ from binade.data.bundle import BundleImport, WrittenBundle
 from binade.data.cache import Done
 from binade.data.catalog import Catalog
 from binade.data.runs import now
-from binade.data.store import locked, read_file, remove_directory, write_atomic, write_new
+from binade.data.store import LINK, locked, read_file, remove_directory, write_atomic, write_new
 
 FOLDER = ".sessions"
 SESSION = "session.json"  # in a bundle
@@ -53,10 +54,14 @@ def folder(root: Path) -> Path:
 
 
 def _directory(root: Path, session_id: str) -> Path:
-    """Raises SessionError for a text that is not an ID."""
+    """Raises SessionError for a text that is not an ID, and for a link in place of the session or of all."""
     if not isinstance(session_id, str) or not re.fullmatch(ID, session_id):
         raise SessionError(f"{str(session_id)[:40]!a} is not a session ID.")
-    return folder(root) / session_id
+    directory = folder(root) / session_id
+    for place in (directory.parent, directory):
+        if place.is_symlink():
+            raise SessionError(f"{place} is {LINK}: replace it by a folder.")
+    return directory
 
 
 def save(root: Path, session: Session) -> Version:
@@ -68,7 +73,7 @@ def save(root: Path, session: Session) -> Version:
     check_writable("Saving a session")
     session = replace(session, saved=now())
     content = to_json(session).encode()
-    directory = folder(root) / session.id
+    directory = _directory(root, session.id)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for number in range(max(_numbers(directory), default=0) + 1, MOST_VERSIONS + 1):
@@ -109,7 +114,7 @@ def _sha256(content: bytes) -> str:
 def _revision(directory: Path) -> str:
     """The revision of a draft, which may be damaged; "" if there is none. Raises OSError."""
     try:
-        return _sha256(read_file(directory / DRAFT, LONGEST_FILE + 1))
+        return _sha256(read_file(directory / DRAFT, LONGEST_FILE + 1, directory))
     except FileNotFoundError:
         return ""
 
@@ -117,7 +122,7 @@ def _revision(directory: Path) -> str:
 def draft_of(root: Path, session_id: str) -> Kept | None:
     """The kept draft of a session; None if there is none. Raises SessionError if it cannot be read."""
     path = _directory(root, session_id) / DRAFT
-    return Kept(*_parsed(path, session_id, "The draft")) if path.exists() else None
+    return Kept(*_parsed(path, session_id, "The draft")) if os.path.lexists(path) else None
 
 
 def drop_draft(root: Path, session_id: str, revision: str) -> None:
@@ -161,13 +166,15 @@ def load(root: Path, session_id: str, number: int | None = None) -> Version:
 
 def history(root: Path, session_id: str) -> tuple[list[Version], list[str]]:
     """(all versions that can be read, newest first; a sentence for each that cannot)."""
-    directory = folder(root) / session_id
+    directory = _directory(root, session_id)
     return _readable(partial(_read, directory, number) for number in sorted(_numbers(directory), reverse=True))
 
 
 def list_sessions(root: Path) -> tuple[list[Version], list[str]]:
     """(the newest version of every session, latest saved first; a sentence for each that cannot be read)."""
     directory = folder(root)
+    if directory.is_symlink():
+        return [], [f"{directory} is {LINK}: replace it by a folder."]
     names = sorted(entry.name for entry in directory.iterdir()) if directory.is_dir() else []
     versions, problems = _readable(partial(load, root, name) for name in names if re.fullmatch(ID, name))
     return sorted(versions, key=lambda version: version.session.saved, reverse=True), problems
@@ -210,7 +217,7 @@ def _read(directory: Path, number: int) -> Version:
 def _parsed(path: Path, session_id: str, what: str) -> tuple[Session, str]:
     """A session from a file, and the file's SHA-256. what: of the session it is, for messages. Raises SessionError."""
     try:
-        content = read_file(path, LONGEST_FILE + 1)
+        content = read_file(path, LONGEST_FILE + 1, path.parent)
         session = parse(content)
     except (OSError, SessionError) as error:
         raise SessionError(f"{what} of {session_id} cannot be read: {error}") from None

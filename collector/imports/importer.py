@@ -49,7 +49,7 @@ from binade.data.segment import (
     segment_names,
     write_segment,
 )
-from binade.data.store import sha256, write_atomic
+from binade.data.store import inside, no_link, sha256, write_atomic
 from binade.data.text import describe
 from binade.quant.specs import Spec
 
@@ -135,7 +135,10 @@ def import_logs(
     if not (accepted or refused):
         return ImportResult("", root, 0, 0, 0, 0, {}, [], time.monotonic() - start)
     config = {"source": str(source), "scores": list(scores), "command": command}
-    with run_of_import(root, config) as writer, open(writer.directory / "log.txt", "ab", buffering=0) as log:
+    with (
+        run_of_import(root, config) as writer,
+        open(writer.directory / "log.txt", "ab", buffering=0, opener=no_link) as log,
+    ):
 
         def note(line: str) -> None:
             log.write(f"{time.strftime('%H:%M:%S')} {line}\n".encode())
@@ -367,7 +370,8 @@ def _lines(records: list[FileEntry] | list[Refusal]) -> bytes:
 def _entries(segment: Path) -> list[FileEntry]:
     """The files of a segment. Raises RunError if they cannot be read: known files would be imported twice."""
     try:
-        return [parse_json(FileEntry, line) for line in (segment / "files.jsonl").read_bytes().splitlines()]
+        with open(segment / "files.jsonl", "rb", opener=inside(segment.parents[1])) as file:
+            return [parse_json(FileEntry, line) for line in file]
     except (OSError, ValueError) as error:
         raise RunError(
             f"{segment}/files.jsonl cannot be read ({error}): delete {segment.parents[1].name} to import again"
