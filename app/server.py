@@ -14,10 +14,30 @@ from binade.app.one_address import OneAddress
 from binade.app.preloading import Preloading, import_pages
 from binade.data import access
 from binade.data.cache import release_memory
+from binade.data.runs import resolve_root
+from binade.data.store import sweep_tree
 
+may_sweep = not access.read_only()  # of the process, not of a user
 access.restrict(users.reason)
 reruns.install(release_memory)
-importing = Thread(target=import_pages, daemon=True)
+
+
+def prepare() -> None:
+    import_pages()
+    if may_sweep:
+        Thread(target=sweep_root, daemon=True).start()
+
+
+def sweep_root() -> None:
+    """Delete what killed processes left in the root."""
+    from binade.app.sessions.storage import sweep_sessions  # imported with the pages
+
+    root = resolve_root()
+    sweep_tree(root)
+    sweep_sessions(root)
+
+
+importing = Thread(target=prepare, daemon=True)
 app = App(
     Path(__file__).with_name("main.py"),
     middleware=[

@@ -16,11 +16,10 @@ import re
 import shutil
 import stat
 import struct
-import tempfile
 import zipfile
 import zlib
-from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
@@ -43,7 +42,7 @@ from binade.data.store import (
     is_inside,
     staged_file,
     staging_directory,
-    sweep_beside,
+    sweep,
 )
 from binade.data.text import describe
 from binade.data.verify import verify
@@ -126,11 +125,11 @@ def write(
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with (
-            tempfile.TemporaryDirectory() as folder,
             staged_file(target) as file,
+            staging_directory(target) as folder,
             zipfile.ZipFile(file, "w", strict_timestamps=False) as archive,
         ):
-            plan = _Plan(Path(folder))
+            plan = _Plan(folder)
             for run in runs:
                 plan.add(run, wanted)
             for count, (name, path) in enumerate(plan.files.items(), 1):
@@ -231,35 +230,29 @@ def import_runs(
     source: Path,
     check: Callable[[dict[str, bytes]], None] = lambda extras: None,
     done: Done = lambda count, of: None,
+    finish: Callable[[dict[str, bytes]], None] = lambda extras: None,
 ) -> BundleImport:
     """Import a bundle's runs into a root, which is created if it does not exist. check may refuse the extra files by
-    raising; done is called with the files read so far and their number.
+    raising; finish keeps them once the runs are in the root, and if it raises, the runs are taken out again. done is
+    called with the files read so far and their number.
 
-    Raises BundleError (ReadOnlyError if the app is read-only), and then the root is unchanged.
+    Raises BundleError (ReadOnlyError if the app is read-only), and then the root is unchanged. After a crash each run
+    is complete or absent, and the import can be repeated.
     """
     check_writable("Importing a bundle")
-    try:
-        new = not root.exists()
-        root.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BundleError(f"The bundle cannot be imported: {root}: {error.strerror or error}.") from error
+    sweep(root)
     try:
         # On the root's disk, but not listed as a run.
-        sweep_beside(root / "bundle")
         with staging_directory(root / "bundle") as staged:
             extras = _extract(source, staged, done)
             check(extras)
             _check_runs(staged / "runs")
             added, kept = _sort_out(root, staged / "runs")
-            _publish(staged / "runs", root, added)
-            new = False
+            with _published(staged / "runs", root, added):
+                finish(extras)
             return BundleImport(tuple(added), tuple(kept), extras)
     except OSError as error:
-        raise BundleError(f"The bundle cannot be imported: {error.strerror or error}.") from error
-    finally:
-        if new:
-            with suppress(OSError):
-                root.rmdir()
+        raise BundleError(f"The bundle cannot be imported: {describe(error)}.") from error
 
 
 def _refuse(reason: str) -> NoReturn:
@@ -435,10 +428,12 @@ def _sort_out(root: Path, runs: Path) -> tuple[list[str], list[str]]:
     return added, kept
 
 
-def _publish(runs: Path, root: Path, run_ids: list[str]) -> None:
-    """Rename the runs into the root: all of them, or none."""
+@contextmanager
+def _published(runs: Path, root: Path, run_ids: list[str]) -> Iterator[None]:
+    """Rename the runs into the root: all of them, or none if a rename or the block raises."""
     with ExitStack() as undo:
         for run_id in run_ids:
             os.rename(runs / run_id, root / run_id)
             undo.callback(os.rename, root / run_id, runs / run_id)
+        yield
         undo.pop_all()

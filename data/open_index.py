@@ -20,11 +20,13 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 import duckdb
 import pandas as pd
 
+from binade.data.access import read_only
 from binade.data.cache import Done, ResultCache
 from binade.data.filter import FIELDS, Filter
 from binade.data.index import Index, is_unavailable
 from binade.data.runs import check_usable, resolve_root
 from binade.data.segment import SegmentError
+from binade.data.store import sweep
 from binade.data.text import describe
 
 C = TypeVar("C", bound="OpenIndex")
@@ -103,6 +105,8 @@ class OpenIndex:
         """
         path = resolve_root(root)
         check_usable(path)
+        if not read_only():
+            sweep(path)
         catalog = cls(path, Index(path))
         catalog.sync()
         return catalog

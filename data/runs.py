@@ -62,6 +62,7 @@ from binade.data.store import (
     read_file,
     remove_directory,
     staged_directory,
+    sweep,
     write_atomic,
 )
 from binade.data.store import process_start as process_start
@@ -368,6 +369,7 @@ class RunWriter:
         named = UNNAMEABLE.sub("-", label).lstrip(".")[:LONGEST_LABEL] or "run"
         run_id = f"{datetime.now(UTC):%Y%m%d_%H%M%S}_{named}_{secrets.token_hex(3)}"
         status = Status(RUNNING, **_process(owner))
+        sweep(root)
         try:
             with staged_directory(root / run_id) as part:
                 for name in ("segments", "tensors", *(["ranks"] if ranks > 1 else [])):
@@ -393,7 +395,7 @@ class RunWriter:
             run_id = read_json(RunFile, directory / RUN_FILE).get("run_id") or directory.name  # it may be renamed
         except ValueError as error:
             raise RunError(f"{directory.name} cannot be read: {error}") from error
-        for end in ("part", "gone"):  # of a killed process; `segments` may be a link to a folder with others
+        for end in ("part", "gone"):  # of killed processes, also of older versions and other machines
             for left in directory.glob(f"segments/.*.{end}"):
                 delete_left(left)
         writer = cls(

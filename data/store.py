@@ -17,10 +17,12 @@ import secrets
 import shutil
 import socket
 import stat
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -43,6 +45,10 @@ LINK = "a symbolic link, which is not followed"
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 WITH_LOCKS = {"lustre": "mount it with -o flock", "nfs": "mount it with NFS 4, or start its lock service (rpc.statd)"}
 HOST = re.sub(r"[^\w-]", "_", socket.gethostname())  # a root may be on a disk that several machines share
+# The temporary name of a file or directory that is written or deleted: see `_new_name`.
+LEFT = re.compile(r"\..+\.(?P<host>[\w-]+)\.[0-9a-f]+\.(?P<suffix>part|gone)", re.DOTALL)
+ABANDONED = 86400.0  # seconds
+SWEPT = 3  # folders below a root that may have leftovers: RUN/tensors/QUANT_TYPE
 
 
 class TensorFileError(ValueError):
@@ -109,6 +115,11 @@ def read_file(path: Path, most: int = MOST_BYTES, base: Path | None = None) -> b
     if len(content) > most:  # it grows
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
     return content
+
+
+def append_to(path: Path) -> FileIO:
+    """A log that is open for appending, without a buffer. Raises OSError, also for a link."""
+    return open(path, "ab", buffering=0, opener=no_link)
 
 
 def read_text(path: Path, most: int = MOST_TEXT) -> str:
@@ -186,18 +197,25 @@ def staged_file(path: Path, *, sweep: bool = True) -> Iterator[BinaryIO]:
 def set_aside(path: Path) -> Iterator[None]:
     """Hide a file during the block, if it exists. If the block raises, it comes back, else it is deleted. After a crash
     in the block there is no file of that name. Raises OSError."""
-    aside = _new_name(path, "part")
-    try:
-        os.rename(path, aside)
-    except FileNotFoundError:
+    with ExitStack() as stack:
+        with suppress(FileNotFoundError):
+            stack.enter_context(_replaced(path, "part"))
         yield
-        return
-    try:
-        yield
-    except BaseException:
-        os.rename(aside, path)
-        raise
-    aside.unlink()
+
+
+@contextmanager
+def _replaced(path: Path, suffix: str) -> Iterator[None]:
+    """Hide a file or directory during the block. If the block raises, it comes back, else it is deleted."""
+    with _moving_aside(path, suffix) as aside:
+        try:
+            yield
+        except BaseException:
+            os.rename(aside, path)
+            raise
+        if aside.is_dir():
+            shutil.rmtree(aside, ignore_errors=True)
+        else:
+            aside.unlink()
 
 
 @contextmanager
@@ -222,8 +240,7 @@ def staged_directory(path: Path, *, replace: bool = False) -> Iterator[Path]:
     """Fill a directory under a temporary name in the same folder, and rename it. If the block raises, nothing is left
     behind. With replace, an existing directory of that name is replaced; after a crash between the two renames neither
     exists. Raises OSError."""
-    replaced = []
-    with staging_directory(path) as part:
+    with staging_directory(path) as part, ExitStack() as replaced:
         yield part
         while True:
             try:
@@ -233,9 +250,7 @@ def staged_directory(path: Path, *, replace: bool = False) -> Iterator[Path]:
                 if not replace or error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
             with suppress(FileNotFoundError):  # another writer has moved it
-                replaced.append(_moved_aside(path))
-    for old in replaced:
-        shutil.rmtree(old, ignore_errors=True)
+                replaced.enter_context(_replaced(path, "gone"))
 
 
 def process_start(pid: int) -> float | None:
@@ -290,49 +305,92 @@ def file_system(path: Path) -> str:
 
 
 def sweep_beside(path: Path) -> None:
-    """Delete the temporary files and directories for `path` that killed processes of this machine left behind."""
+    """Delete what killed processes left behind when they wrote or deleted `path`. See `sweep`."""
     sweep(path.parent, f".{path.name[:40]}.")
 
 
-def sweep(folder: Path, start: str) -> None:
-    """Delete the temporary files and directories whose names start like this and that killed processes of this machine
-    left behind."""
-    with suppress(OSError):  # a folder that does not exist or cannot be listed has nothing to delete
-        for name in os.listdir(folder):
-            if name.startswith(start) and name.endswith(".part") and f".{HOST}." in name:
-                delete_left(folder / name)
+def sweep(folder: Path, start: str = ".") -> None:
+    """Delete the temporary files and directories in a folder whose names start like this and that killed processes left
+    behind, and what is left of interrupted deletions.
+
+    What a process still writes is locked, and stays. Since another machine may not see that lock, what its processes
+    write also stays until nothing in it has changed for ABANDONED seconds."""
+    try:
+        names = os.listdir(folder)
+    except OSError:  # a folder that does not exist or cannot be listed has nothing to delete
+        return
+    for name in names:
+        if name.startswith(start) and (left := LEFT.fullmatch(name)):
+            with suppress(OSError):  # it is gone by now
+                ours = left["host"] == HOST or left["suffix"] == "gone"
+                if ours or time.time() - _last_change(folder / name) > ABANDONED:
+                    delete_left(folder / name)
 
 
-def delete_left(part: Path) -> None:
-    """Delete a temporary file or directory, unless a process is still writing it or it cannot be locked."""
+def sweep_tree(folder: Path, depth: int = SWEPT) -> None:
+    """`sweep` a folder and those in it, down to the folders of a run's tensors. Links are not followed."""
+    sweep(folder)
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries if depth else ():
+            if entry.is_dir(follow_symlinks=False):
+                sweep_tree(folder / entry.name, depth - 1)
+
+
+def _last_change(path: Path) -> float:
+    """When a file, or anything in a directory, was last written. Raises OSError."""
+    return max(os.lstat(each).st_mtime for each in (path, *path.rglob("*")))
+
+
+def delete_left(left: Path) -> None:
+    """Delete a temporary file or directory, or what is left of a deletion, unless a process is still at it or it cannot
+    be locked."""
     with suppress(OSError):
-        directory = part.is_dir()
+        if left.is_symlink():  # a link that was to be deleted
+            return left.unlink()
+        directory = left.is_dir()
         access = os.O_RDONLY if directory else os.O_RDWR  # NFS locks no file that is open for reading
-        descriptor = os.open(part, access | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = os.open(left, access | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if directory:
-                shutil.rmtree(part, ignore_errors=True)
+                shutil.rmtree(left, ignore_errors=True)
             else:
-                part.unlink()
+                left.unlink()
         finally:
             os.close(descriptor)
 
 
-def _moved_aside(path: Path) -> Path:
-    gone = _new_name(path, "gone")
-    os.rename(path, gone)
-    return gone
+@contextmanager
+def _moving_aside(path: Path, suffix: str) -> Iterator[Path]:
+    """Rename a file or directory to a hidden name. It is locked during the block, so that `sweep` leaves it alone, if
+    it is neither a link nor locked by someone else. Raises OSError."""
+    aside = _new_name(path, suffix)
+    with ExitStack() as stack:
+        with suppress(OSError):  # what cannot be opened or locked may be moved all the same
+            access = os.O_RDWR if path.is_file() else os.O_RDONLY
+            descriptor = os.open(path, access | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            stack.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.rename(path, aside)
+        yield aside
 
 
 def remove_directory(path: Path) -> None:
-    """Delete a directory: it disappears at once under its name, then its content is deleted. Of a symbolic link, only
-    the link is deleted. Raises OSError."""
-    gone = _moved_aside(path)
-    if gone.is_symlink():
-        gone.unlink()
-    else:
-        shutil.rmtree(gone)
+    """Delete a directory: it disappears at once under its name, then its content is deleted. So are leftovers of killed
+    processes beside it. Of a symbolic link, only the link is deleted. Raises OSError."""
+    sweep(path.parent)
+    with _moving_aside(path, "gone") as gone:
+        if gone.is_symlink():
+            gone.unlink()
+        else:
+            _delete_tree(gone)
+
+
+def _delete_tree(path: Path) -> None:
+    """Delete a directory, which another process may be deleting as well. Raises OSError."""
+    while path.exists():
+        with suppress(FileNotFoundError):
+            shutil.rmtree(path)
 
 
 def write_atomic(path: Path, content: bytes | memoryview, *, sweep: bool = True) -> None:

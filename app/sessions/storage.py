@@ -8,8 +8,8 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from binade.data.bundle import BundleImport, WrittenBundle
 from binade.data.cache import Done
 from binade.data.catalog import Catalog
 from binade.data.runs import now
-from binade.data.store import LINK, locked, read_file, remove_directory, write_atomic, write_new
+from binade.data.store import LINK, locked, read_file, remove_directory, sweep_tree, write_atomic, write_new
 
 FOLDER = ".sessions"
 SESSION = "session.json"  # in a bundle
@@ -64,6 +64,41 @@ def _directory(root: Path, session_id: str) -> Path:
     return directory
 
 
+@contextmanager
+def _changing(directory: Path) -> Iterator[None]:
+    """Lock the sessions while the files of one change. Its directory is made if it does not exist, and deleted if it is
+    empty at the end. If the block raises, so are the folders above that were made. Raises OSError."""
+    sessions = directory.parent
+    made = [place for place in directory.parents if not place.exists()]
+    try:
+        sessions.mkdir(parents=True, exist_ok=True)
+        with locked(sessions, required=False):
+            directory.mkdir(exist_ok=True)
+            try:
+                yield
+            finally:
+                _drop_empty(directory)
+    except BaseException:
+        for place in made:
+            _drop_empty(place)
+        raise
+
+
+def _drop_empty(directory: Path) -> None:
+    with suppress(OSError):  # not empty, or not a directory
+        directory.rmdir()
+
+
+def sweep_sessions(root: Path) -> None:
+    """Delete what killed processes left among the sessions of a root, but nothing that is still being written."""
+    sessions = folder(root)
+    if not sessions.is_symlink():
+        with suppress(OSError), locked(sessions):
+            sweep_tree(sessions)
+            for directory in sessions.iterdir():
+                _drop_empty(directory)
+
+
 def save(root: Path, session: Session) -> Version:
     """Save as the next version, with the time of saving. Earlier versions stay.
 
@@ -74,15 +109,14 @@ def save(root: Path, session: Session) -> Version:
     session = replace(session, saved=now())
     content = to_json(session).encode()
     directory = _directory(root, session.id)
+    sweep_sessions(root)
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        for number in range(max(_numbers(directory), default=0) + 1, MOST_VERSIONS + 1):
-            with suppress(FileExistsError):  # another writer took the number
-                write_new(directory / f"{number:04d}.json", content)
-                return Version(session, number)
+        with _changing(directory):
+            for number in range(max(_numbers(directory), default=0) + 1, MOST_VERSIONS + 1):
+                with suppress(FileExistsError):  # another writer took the number
+                    write_new(directory / f"{number:04d}.json", content)
+                    return Version(session, number)
     except OSError as error:
-        with suppress(OSError):
-            directory.rmdir()
         raise SessionError(f"The session cannot be saved in {directory}: {error.strerror or error}.") from error
     raise SessionError(f"The session has {MOST_VERSIONS} versions, which is the limit: save it as a new one.")
 
@@ -95,9 +129,7 @@ def keep(root: Path, session: Session, revision: str) -> str:
     directory = _directory(root, session.id)
     content = to_json(session).encode()
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with locked(folder(root), required=False):
-            directory.mkdir(exist_ok=True)
+        with _changing(directory):
             if _revision(directory) not in ("", revision, digest := _sha256(content)):
                 raise DraftChangedError(f"“{session.name}” was changed in another tab or by someone else")
             write_atomic(directory / DRAFT, content)
@@ -133,11 +165,9 @@ def drop_draft(root: Path, session_id: str, revision: str) -> None:
     if not directory.is_dir():
         return
     try:
-        with locked(folder(root), required=False):
+        with _changing(directory):
             if _revision(directory) == revision:
                 (directory / DRAFT).unlink(missing_ok=True)
-            with suppress(OSError):  # versions were saved, or the draft is another one
-                directory.rmdir()
     except OSError as error:
         raise SessionError(f"The draft of {session_id!r} cannot be deleted: {error.strerror or error}.") from error
 
@@ -176,8 +206,17 @@ def list_sessions(root: Path) -> tuple[list[Version], list[str]]:
     if directory.is_symlink():
         return [], [f"{directory} is {LINK}: replace it by a folder."]
     names = sorted(entry.name for entry in directory.iterdir()) if directory.is_dir() else []
-    versions, problems = _readable(partial(load, root, name) for name in names if re.fullmatch(ID, name))
+    saved = [name for name in names if re.fullmatch(ID, name) and not _is_empty(directory / name)]
+    versions, problems = _readable(partial(load, root, name) for name in saved)
     return sorted(versions, key=lambda version: version.session.saved, reverse=True), problems
+
+
+def _is_empty(directory: Path) -> bool:
+    """Whether a session was never written completely: a process was killed, or is writing it now."""
+    try:
+        return all(entry.name.startswith(".") for entry in directory.iterdir())
+    except OSError:
+        return False
 
 
 def _readable(reads: Iterable[Callable[[], Version]]) -> tuple[list[Version], list[str]]:
@@ -196,7 +235,8 @@ def delete(root: Path, session_id: str) -> int:
     directory = _directory(root, session_id)
     count = len(_numbers(directory))
     try:
-        remove_directory(directory)
+        with locked(folder(root), required=False):
+            remove_directory(directory)
     except OSError as error:
         raise SessionError(f"The session {session_id!r} cannot be deleted: {error.strerror or error}.") from error
     return count
@@ -259,8 +299,13 @@ def import_bundle(root: Path, source: Path, done: Done = lambda count, of: None)
         if SESSION in extras:
             sessions.append(parse(extras[SESSION]))
 
-    imported = bundle.import_runs(root, source, check, done)
-    return imported, import_session(root, sessions[0]) if sessions else None
+    versions: list[Version] = []
+
+    def finish(extras: dict[str, bytes]) -> None:
+        versions.extend(import_session(root, session) for session in sessions)
+
+    imported = bundle.import_runs(root, source, check, done, finish)
+    return imported, versions[0] if versions else None
 
 
 def summary(imported: BundleImport) -> str:

@@ -49,7 +49,7 @@ from binade.data.segment import (
     segment_names,
     write_segment,
 )
-from binade.data.store import inside, no_link, sha256, write_atomic
+from binade.data.store import append_to, inside, sha256, write_atomic
 from binade.data.text import describe
 from binade.quant.specs import Spec
 
@@ -135,10 +135,7 @@ def import_logs(
     if not (accepted or refused):
         return ImportResult("", root, 0, 0, 0, 0, {}, [], time.monotonic() - start)
     config = {"source": str(source), "scores": list(scores), "command": command}
-    with (
-        run_of_import(root, config) as writer,
-        open(writer.directory / "log.txt", "ab", buffering=0, opener=no_link) as log,
-    ):
+    with run_of_import(root, config) as writer, append_to(writer.directory / "log.txt") as log:
 
         def note(line: str) -> None:
             log.write(f"{time.strftime('%H:%M:%S')} {line}\n".encode())

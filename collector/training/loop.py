@@ -59,7 +59,7 @@ from binade.collector.training.resume import (
     open_resumed,
     write_checkpoint,
 )
-from binade.data.store import no_link
+from binade.data.store import append_to
 from binade.data.tensor_kinds import Measure
 from binade.quant.specs import Spec
 
@@ -215,7 +215,7 @@ def _run(plan: Plan, root: Path, ranks: Ranks, say: Say, progress: Progress, res
     recorder.of_training(resumed.continued(ranks.rank) if resumed else None)
     with recorder:
         writer = recorder.writer
-        with open(writer.directory / "log.txt", "ab", buffering=0, opener=no_link) as log:
+        with append_to(writer.directory / "log.txt") as log:
             prefix = f"rank {ranks.rank}: " if ranks.rank else ""
 
             def write_log(line: str) -> None:
