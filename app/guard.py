@@ -9,7 +9,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from binade.app import uploads
+from binade.app import downloads, uploads
 from binade.app.sharing import Sharing, address_of
 
 HEADERS = {
@@ -46,6 +46,7 @@ class Guard:
                 return await self.app(scope, receive, answer)
             finally:
                 uploads.close_disconnected()
+                downloads.close_disconnected()
         file = uploads.PATH.fullmatch(scope["path"]) if scope["method"] == "PUT" else None
         if file and not refused:
             length = None if "transfer-encoding" in headers else headers.get("content-length")

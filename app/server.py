@@ -6,9 +6,10 @@ from pathlib import Path
 from threading import Thread
 
 from starlette.middleware import Middleware
+from starlette.routing import Route
 from streamlit.starlette import App
 
-from binade.app import reruns, sharing, users
+from binade.app import downloads, reruns, sharing, users
 from binade.app.guard import Guard
 from binade.app.one_address import OneAddress
 from binade.app.preloading import Preloading, import_pages
@@ -40,6 +41,7 @@ def sweep_root() -> None:
 importing = Thread(target=prepare, daemon=True)
 app = App(
     Path(__file__).with_name("main.py"),
+    routes=[Route(downloads.ADDRESS, downloads.respond)],
     middleware=[
         Middleware(Guard, sharing=sharing.current),
         Middleware(Preloading, importing=importing),

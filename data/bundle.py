@@ -77,6 +77,10 @@ class BundleError(ValueError):
     exit_status = 1
 
 
+class BundleTooLargeError(BundleError):
+    """A bundle would be larger than it may be. Nothing was written."""
+
+
 @dataclass(frozen=True)
 class WrittenBundle:
     """The content of a bundle: the number of runs, of rows of tensors, of tensors with values, of chosen ones whose
@@ -114,11 +118,13 @@ def write(
     tensor_ids: Collection[str] | None,
     extras: dict[str, bytes] | None = None,
     done: Done = lambda count, of: None,
+    most: int | None = None,
 ) -> WrittenBundle:
     """Write runs of a root as a bundle, atomically.
 
     tensor_ids: tensors whose values are included, as the catalog names them ("<run_id>/..."); None for all. extras:
-    other files by name. done is called with the files written so far and their number. Raises BundleError.
+    other files by name. done is called with the files written so far and their number. most: bytes of tensors and
+    tables, which are not compressed. Raises BundleError, and BundleTooLargeError before anything is copied.
     """
     runs = [_bundled(root, run_id) for run_id in dict.fromkeys(run_ids)]
     wanted = None if tensor_ids is None else set(tensor_ids)
@@ -132,6 +138,8 @@ def write(
             plan = _Plan(folder)
             for run in runs:
                 plan.add(run, wanted)
+                if most is not None and plan.nbytes > most:
+                    raise BundleTooLargeError(f"The bundle would have {plan.nbytes:,} bytes or more, at most {most:,}.")
             for count, (name, path) in enumerate(plan.files.items(), 1):
                 if digest := plan.digests.get(name):
                     check_content(path, digest)
@@ -214,6 +222,11 @@ class _Plan:
             self._new(f"{prefix}/events.jsonl").write_text(lines, encoding="utf-8")
         self.tensors += tensors
         self.with_values += with_values
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of tensors and tables."""
+        return sum(path.stat().st_size for name, path in self.files.items() if name.endswith((".pt", ".parquet")))
 
     def _new(self, name: str) -> Path:
         """Add a file that is to be written."""

@@ -11,8 +11,9 @@ from urllib.parse import urlencode, urlsplit
 
 import streamlit as st
 
-from binade.app import address
+from binade.app import address, downloads
 from binade.app import show as show_items
+from binade.app.downloads import DownloadError
 from binade.app.formatting import bytes_text, plain
 from binade.app.report import writer
 from binade.app.sessions import draft, storage
@@ -20,6 +21,7 @@ from binade.app.sessions import session as sessions
 from binade.app.sessions.draft import OpenSession
 from binade.app.sessions.session import Session, SessionError
 from binade.app.state import catalog
+from binade.app.uploads import LARGEST
 from binade.app.view import View
 from binade.data.access import reason
 from binade.data.bundle import BundleError
@@ -56,42 +58,37 @@ def show(opened: Catalog, one: Session) -> None:
 
 
 def _report(opened: Catalog, one: Session) -> None:
-    """The HTML report of the latest saved version, and the same as a ZIP of pictures and numbers."""
+    """The HTML report of the latest saved version."""
 
     def make(folder: Path, done: Done) -> None:
         command = f"binade report --session {one.id}"
-        request = writer.ReportRequest(folder / "report", Filter(), folder / "a.zip", command=command, session=one.id)
+        request = writer.ReportRequest(folder / "report", Filter(), command=command, session=one.id)
         writer.make(opened, request, lambda count, of, name: done(count, of))
 
-    _offer(
-        "Drawing",
-        make,
-        ("report/index.html", "Save the report (HTML)", f"{one.id}.html", "text/html"),
-        ("a.zip", "Save pictures and numbers (ZIP)", f"{one.id}-report.zip", "application/zip"),
-    )
+    _offer("Drawing", make, "report/index.html", "Save the report (HTML)", f"{one.id}.html", "text/html")
 
 
 def _bundle(opened: Catalog, one: Session, values: str) -> None:
     def make(folder: Path, done: Done) -> None:
-        written = storage.export_bundle(opened, one, folder / "a.zip", values, done)
+        written = storage.export_bundle(opened, one, folder / "a.zip", values, done, LARGEST)
         if written.left_out:
             st.caption(f"{written.left_out} tensor files are outside their run’s directory and were left out.")
 
-    _offer("Bundling", make, ("a.zip", "Save the bundle ({size})", f"{one.id}.zip", "application/zip"))
+    _offer("Bundling", make, "a.zip", "Save the bundle ({size})", f"{one.id}.zip", "application/zip")
 
 
-def _offer(what: str, make: Callable[[Path, Done], None], *files: tuple[str, str, str, str]) -> None:
-    """Make files in a temporary folder and offer them: (path, the button's label, the name to save as, MIME type)."""
+def _offer(what: str, make: Callable[[Path, Done], None], path: str, label: str, name: str, kind: str) -> None:
+    """Make a file in a temporary folder and offer it. path: of the file in the folder; label: of its link, in which
+    {size} is the file's; name: to save it as; kind: its MIME type."""
     with tempfile.TemporaryDirectory() as folder, show_items.progress(what) as done:
         try:
             make(Path(folder), done)
-        except (writer.ReportError, writer.RenderError, BundleError, SessionError, OSError) as error:
+            size = (Path(folder) / path).stat().st_size
+            url = downloads.offer(Path(folder) / path, name, kind)
+        except (writer.ReportError, writer.RenderError, BundleError, SessionError, DownloadError, OSError) as error:
             st.error(plain(str(error)), icon=":material/error:")
             return
-        contents = [(Path(folder) / path).read_bytes() for path, *_ in files]
-    for content, (_, label, name, kind) in zip(contents, files, strict=True):
-        label = label.format(size=bytes_text(len(content)))
-        st.download_button(label, content, name, kind, on_click="ignore", key=f"save_{name}")
+    st.link_button(label.format(size=bytes_text(size)), url, key=f"save_{name}")
 
 
 def panel() -> None:

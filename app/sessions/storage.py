@@ -19,7 +19,7 @@ from binade.app.sessions.pins import refreshed, tensors_of, views_of
 from binade.app.sessions.session import ID, LONGEST_FILE, Session, SessionError, parse, to_json
 from binade.data import bundle
 from binade.data.access import check_writable
-from binade.data.bundle import BundleImport, WrittenBundle
+from binade.data.bundle import BundleError, BundleImport, BundleTooLargeError, WrittenBundle
 from binade.data.cache import Done
 from binade.data.catalog import Catalog
 from binade.data.runs import now
@@ -279,15 +279,27 @@ def export_bundle(
     target: Path,
     values: str = "charts",
     done: Done = lambda count, of: None,
+    most: int | None = None,
 ) -> WrittenBundle:
     """Write a session and the runs that it shows, as they are now; absent runs are left out. values: which tensors'
-    values are included, a key of VALUES. Raises BundleError, SessionError."""
+    values are included, a key of VALUES. most: bytes of its tensors and tables. Raises BundleError, SessionError."""
+    try:
+        return _export(catalog, session, target, values, done, most)
+    except BundleTooLargeError as error:
+        raise BundleError(
+            f"{error} Choose fewer values, or run binade bundle export {session.id} --values {values} --output FILE"
+        ) from None
+
+
+def _export(
+    catalog: Catalog, session: Session, target: Path, values: str, done: Done, most: int | None
+) -> WrittenBundle:
     now = refreshed(catalog, session, before=session)
     here = [run_id for run_id in now.run_ids if (catalog.root / run_id).is_dir()]
     chosen: list[str] | None = None if values == "all" else []
     if values == "charts":
         chosen = tensors_of(catalog, views_of(session), now.run_ids)
-    return bundle.write(catalog.root, target, here, chosen, {SESSION: to_json(now).encode()}, done)
+    return bundle.write(catalog.root, target, here, chosen, {SESSION: to_json(now).encode()}, done, most)
 
 
 def import_bundle(root: Path, source: Path, done: Done = lambda count, of: None) -> tuple[BundleImport, Version | None]:

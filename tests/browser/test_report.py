@@ -155,9 +155,9 @@ def test_a_sessions_report_travels(collected: Path, visit: Callable[..., Page], 
         turn_to(page, "Notebook")
         page.get_by_role("button", name="Share").first.click()
         page.get_by_role("button", name="Create report").click()
-        page.get_by_role("button", name="Save the report (HTML)").wait_for(timeout=120_000)
+        page.get_by_role("link", name="Save the report (HTML)").wait_for(timeout=120_000)
         with page.expect_download() as saved:
-            page.get_by_role("button", name="Save the report (HTML)").click()
+            page.get_by_role("link", name="Save the report (HTML)").click()
         saved.value.save_as(tmp_path / "it.html")
         assert not page.complaints
     context = browser.new_context(offline=True)

@@ -13,6 +13,7 @@ from binade.app.sessions import session as sessions
 from binade.app.sessions import storage
 from binade.app.view import View
 from binade.data.catalog import Catalog
+from binade.data.runs import fingerprint
 from tests.app import roots
 from tests.browser.driver import choose, pick, press, serving, settle, turn_to
 from tests.browser.test_explore import marks
@@ -227,3 +228,22 @@ def test_someone_elses_session_is_shown_and_loads_nothing(visit: Visit, served: 
     links = page.locator("[data-testid=stMarkdown] a").evaluate_all("all => all.map(a => [a.href, a.text, a.rel])")
     assert ["https://203.0.113.1/d", "https://203.0.113.1/d", "noopener noreferrer"] in links
     assert all(href == text and set(rel.split()) >= {"noopener", "noreferrer"} for href, text, rel in links)
+
+
+def test_a_bundle_is_saved_from_the_disk(visit: Visit, served: str, own_root: Path, tmp_path: Path):
+    """Another root takes it as it comes."""
+    run_id = min(path.parent.name for path in own_root.glob("*/run.json"))
+    reference = sessions.RunReference(run_id, fingerprint(own_root / run_id))
+    saved = storage.save(own_root, sessions.new("Packed", sessions.View("runs"), runs=(reference,)))
+    page = visit("/", base=served)
+    turn_to(page, "Notebook")
+    page.get_by_role("button", name="Share").first.click()
+    page.get_by_role("button", name="Create bundle").click()
+    link = page.get_by_role("link", name="Save the bundle")
+    link.wait_for(timeout=120_000)
+    with page.expect_download() as download:
+        link.click()
+    assert download.value.suggested_filename == f"{saved.session.id}.zip"
+    imported, version = storage.import_bundle(tmp_path / "other", download.value.path())
+    assert imported.added == (run_id,) and version and version.session.name == "Packed"
+    assert not page.complaints
