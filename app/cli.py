@@ -140,7 +140,6 @@ def _report(context: click.Context, /, root: str | None, **given: Any) -> int:
     request = writer.ReportRequest(
         given["output"],
         where,
-        given["archive"],
         given["theme"],
         given["jobs"],
         line_of(context.find_root().obj),

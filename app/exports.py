@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import pandas as pd
-from pylatexenc.latexencode import RULE_DICT, UnicodeToLatexConversionRule, UnicodeToLatexEncoder
 
 from binade.app.figure import Figure
 from binade.app.report.rendering import Renderers
@@ -19,26 +16,17 @@ from binade.data.text import csv_table, markdown_table, markdown_text
 TYPES = {
     "csv": "text/csv",
     "md": "text/markdown",
-    "tex": "text/x-tex",
     "svg": "image/svg+xml",
     "pdf": "application/pdf",
 }
-TABLES = (".csv", ".md", ".tex")  # suffixes of their files
+TABLES = (".csv", ".md")  # suffixes of their files
 COLUMNS = {"84mm": 84, "174mm": 174}  # millimeters: one and two columns in Springer's instructions
 PAPERS = tuple(f"-{width}.{kind}" for width in COLUMNS for kind in ("svg", "pdf"))
 LETTERS = 12  # font size of our charts, in pixels
 POINTS = 8  # font size of the same text on paper
 TITLE = 50  # pixels that a title takes, which a paper's caption replaces
 
-MOST_ROWS = 1000  # rows of a table in Markdown or LaTeX, which people read
-
-_SIGNS = {ord("|"): r"\ensuremath{|}", ord("ᵀ"): r"\ensuremath{^{\mathsf{T}}}"}
-_ENCODER = UnicodeToLatexEncoder(
-    conversion_rules=[UnicodeToLatexConversionRule(RULE_DICT, _SIGNS), "defaults"],
-    unknown_char_policy="keep",
-    unknown_char_warning=False,
-)
-_AS_IT_IS = re.compile("[A-Za-z0-9 ,.:;()/+-]*")
+MOST_ROWS = 1000  # rows of a table in Markdown, which people read
 
 
 def of_figure(figure: Figure, end: str) -> bytes:
@@ -53,11 +41,11 @@ def of_figure(figure: Figure, end: str) -> bytes:
 
 
 def of_table(frame: pd.DataFrame, end: str, caption: str = "") -> bytes:
-    """A table as CSV, Markdown or LaTeX."""
+    """A table as CSV or Markdown."""
     if end != ".csv" and len(frame) > MOST_ROWS:
         caption = f"{caption}\nThe first {MOST_ROWS:,} of {len(frame):,} rows. The CSV file has all of them.".lstrip()
         frame = frame.head(MOST_ROWS)
-    texts: dict[str, Callable[[pd.DataFrame, str], str]] = {".csv": csv_table, ".md": _markdown, ".tex": _tex}
+    texts: dict[str, Callable[[pd.DataFrame, str], str]] = {".csv": csv_table, ".md": _markdown}
     return texts[end](frame, caption).encode()
 
 
@@ -86,22 +74,6 @@ def _markdown(frame: pd.DataFrame, caption: str) -> str:
     header, *rows = [list(map(markdown_text, row)) for row in _texts(frame)]
     lines = [f"\n{markdown_text(line)}" for line in caption.splitlines()]
     return "\n".join([markdown_table(header, rows, _align(frame)), *lines]) + "\n"
-
-
-def _tex(frame: pd.DataFrame, caption: str) -> str:
-    header, *rows = [list(map(_latex, row)) for row in _texts(frame)]
-    comment = "".join(f"% {line}\n" for line in (*caption.splitlines(), r"Needs \usepackage{booktabs}"))
-    return comment + pd.DataFrame(rows, columns=header).to_latex(index=False, column_format=_align(frame))
-
-
-@lru_cache(maxsize=10_000)
-def _latex(text: str) -> str:
-    """Escape the text of a table cell. After the end of a row, LaTeX would read [ or * as an option of the row end."""
-    text = " ".join(text.split())
-    if _AS_IT_IS.fullmatch(text):
-        return text
-    encoded: str = _ENCODER.unicode_to_latex(text)
-    return "{}" + encoded if encoded[0] in "[*" else encoded
 
 
 def _texts(frame: pd.DataFrame) -> list[list[str]]:

@@ -17,12 +17,6 @@ def params() -> list[click.Parameter]:
         root_option(),
         CliOption(["--session"], metavar="ID", help="Report a saved session: its notes, pins and view"),
         CliOption(
-            ["--zip", "archive"],
-            type=Path,
-            metavar="FILE",
-            help="Also write a ZIP: PNG (not for a session), SVG, CSV, JSON; and tables as Markdown and LaTeX",
-        ),
-        CliOption(
             ["--paper", "papers"],
             type=click.Choice(("84mm", "174mm")),
             multiple=True,

@@ -26,13 +26,13 @@ from binade.app.theme import DARK, FONT, LIGHT, MONO, THEMES, Theme
 HERE = Path(__file__).parent
 LONG = 12  # a text with at least this many line breaks is folded
 SHOWN_ROWS, SHOWN_COLUMNS = 100, 24  # of a chart's numbers; tables are shown in full
-CSV_CELLS = 60_000  # a table with more is in the ZIP alone, if there is one
+CSV_CELLS = 60_000  # a table with more is in the report's folder alone
 
 
-def page(sections: tuple[Section, ...], embedded: Mapping[str, str], bundle: str, archived: bool, **top: Any) -> str:
+def page(sections: tuple[Section, ...], embedded: Mapping[str, str], bundle: str, **top: Any) -> str:
     """The HTML. embedded: what it holds of each figure (`Picture.embedded`), by section and name; bundle: vega,
-    vega-lite and vega-embed as one script (`Renderers.bundle`); archived: whether a ZIP is made as well; top: title,
-    subtitle, facts as (name, value), notes as HTML that was made safe, "" for none."""
+    vega-lite and vega-embed as one script (`Renderers.bundle`); top: title, subtitle, facts as (name, value), notes as
+    HTML that was made safe, "" for none."""
     script = (HERE.parent / "picture.js").read_text(encoding="utf-8") + (HERE / "page.js").read_text(encoding="utf-8")
     themes = {"font": FONT} | {theme.name: asdict(theme) | {"config": theme.config()} for theme in THEMES.values()}
     environment = Environment(loader=FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True)
@@ -40,7 +40,7 @@ def page(sections: tuple[Section, ...], embedded: Mapping[str, str], bundle: str
         "allow_nan": False, "ensure_ascii": False, "separators": (",", ":"),
     }  # fmt: skip
     return environment.get_template("page.html").render(
-        top, sections=sections, archived=archived, themes=themes, scripts=(bundle, script), style=_style(),
+        top, sections=sections, themes=themes, scripts=(bundle, script), style=_style(),
         hashes=[_hash(bundle), _hash(script)], long=LONG,
         embedded=embedded, height=HEIGHT, fits=fits, note=note, rows=_rows, first_numbers=_first_numbers,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Renders charts as PNG, SVG and PDF, and as the data that a page embeds, in one process per available core: vl-convert
+"""Renders charts as SVG and PDF, and as the data that a page embeds, in one process per available core: vl-convert
 draws one chart at a time.
 
 The processes run this file as a script. It imports nothing of the project, so that each of them takes a fifth of the
@@ -20,8 +20,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 from xml.sax.saxutils import quoteattr
 
-SCALE = 1.5  # pixels of a PNG per pixel of an SVG
-
 # Liberation Sans, the font that is always available, lacks these (but has ¹²³). A text with one of them would be drawn
 # entirely in some other font of the machine.
 SUBSCRIPTS = dict(zip("₀₁₂₃₄₅₆₇₈₉", "0123456789", strict=True))
@@ -42,7 +40,6 @@ class Picture(NamedTuple):
     """A drawn chart with its caption. embedded: what page.js draws and saves: JSON, compressed, as Base64."""
 
     svg: bytes
-    png: bytes | None
     embedded: str
 
 
@@ -78,13 +75,12 @@ class Renderers:
         spec: dict[str, Any],
         caption: dict[str, Any],
         colors: dict[str, str],
-        png: bool = True,
         embedded: dict[str, Any] | None = None,
     ) -> Future[Picture]:
         """Draw a Vega-Lite specification with its caption (`Figure.caption_svg`) in the theme's colors and font.
         embedded: the CSV that goes into a page with both, as "csv", and what is different in the specification there,
         as "spec". The future raises RenderError."""
-        request = {"spec": spec, "caption": caption, "colors": colors, "png": png, "embedded": embedded or {}}
+        request = {"spec": spec, "caption": caption, "colors": colors, "embedded": embedded or {}}
         return self._pool.submit(self._picture, request)
 
     def paper(self, spec: dict[str, Any], mm: float) -> Future[Paper]:
@@ -104,8 +100,7 @@ class Renderers:
 
     def _picture(self, request: dict[str, Any]) -> Picture:
         answer = self._request(request)
-        png = base64.b64decode(answer["png"]) if "png" in answer else None
-        return Picture(answer["svg"].encode(), png, answer["embedded"])
+        return Picture(answer["svg"].encode(), answer["embedded"])
 
     def _paper(self, request: dict[str, Any]) -> Paper:
         answer = self._request(request)
@@ -128,7 +123,7 @@ class Renderers:
 
 
 def render(
-    spec: dict[str, Any], caption: dict[str, Any], colors: dict[str, str], png: bool, embedded: dict[str, Any]
+    spec: dict[str, Any], caption: dict[str, Any], colors: dict[str, str], embedded: dict[str, Any]
 ) -> dict[str, str]:
     import vl_convert
 
@@ -137,10 +132,7 @@ def render(
     shown = {name: value for name, value in (spec | embedded.get("spec", {})).items() if name != "config"}
     content = {"spec": shown, "caption": caption, "csv": embedded.get("csv")}
     text = json.dumps(content, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
-    answer = {"svg": svg, "embedded": base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()}
-    if png:
-        answer["png"] = base64.b64encode(vl_convert.svg_to_png(svg, scale=SCALE)).decode()
-    return answer
+    return {"svg": svg, "embedded": base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()}
 
 
 def on_paper(spec: dict[str, Any], mm: float) -> dict[str, str]:
@@ -198,8 +190,8 @@ def _shifted(text: str) -> str:
 
 
 def main() -> None:
-    """Answer each request, a line of JSON on stdin, with one on stdout: a picture ({"svg"}, with "png" if requested),
-    one for a paper ({"svg", "pdf"}) if it has "mm", the scripts ({"script"}) for an empty request, or {"error"}."""
+    """Answer each request, a line of JSON on stdin, with one on stdout: a picture ({"svg"}), one
+    for a paper ({"svg", "pdf"}) if it has "mm", the scripts ({"script"}) for an empty request, or {"error"}."""
     import vl_convert
 
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a parent that was killed reads no answer: end without a traceback

@@ -2,12 +2,12 @@
 
     draw/index.html            the report as one page
     draw/tensor_stats.txt, tensor_stats.json
-    draw/heatmaps/ …           the charts, a folder for each question
+    draw/heatmaps/ …           the charts, a folder for each question: SVG, and their numbers as CSV
+    draw/tables/ …             the tables as CSV
     draw/report.json           what was drawn from what, and the list of these files
 
-A session's report has pins/ and view/ instead of these folders, and SVG instead of PNG, which takes three times as
-long. The ZIP has each chart as PNG (except for a session), SVG, CSV and its Vega-Lite specification, and each table as
-CSV, JSON, Markdown and LaTeX. --paper adds NAME-84mm.svg and .pdf to each chart.
+A session's report has pins/ and view/ instead of the questions' folders. --paper adds NAME-84mm.svg and .pdf to each
+chart.
 
 All files are made in a staging directory and then moved into place, index.html last. In a folder that exists, the files
 of an earlier report (its report.json names them) are replaced or removed. A file that no report wrote is never touched:
@@ -19,19 +19,17 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from os.path import lexists
 from pathlib import Path, PurePosixPath
 from typing import Any
-from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipFile, ZipInfo
 
 from altair.utils.schemapi import disable_debug_mode
 
@@ -42,8 +40,7 @@ from binade.app.questions.registry import QUESTIONS
 from binade.app.report import contents, sessions, stats
 from binade.app.report.page import of_page, page
 from binade.app.report.rendering import Paper, Picture, RenderError, Renderers
-from binade.app.report.section import ReportTable, Section, merged
-from binade.app.report.tables import shown
+from binade.app.report.section import Section, merged
 from binade.app.sessions import notes, storage
 from binade.app.sessions.session import Session, SessionError
 from binade.app.theme import FONT, THEMES
@@ -51,15 +48,16 @@ from binade.data.cache import ResultCache
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.open_index import OutdatedError
-from binade.data.store import locked, read_file, staged_file, staging_directory, sweep_beside, write_atomic
+from binade.data.store import locked, read_file, staging_directory, sweep_beside, write_atomic
 
 __all__ = ["RenderError", "ReportError", "ReportRequest", "SessionError", "UsageError", "no_room", "run"]
 
 REMEMBERED = 96 << 20  # bytes of answers and tensors that several charts are drawn from
 MANIFEST = "report.json"
 ALWAYS = (MANIFEST, "index.html", "tensor_stats.json", "tensor_stats.txt")  # in every report
-FOLDERS = tuple(contents.folder(question) for question in QUESTIONS)
-SESSION_FOLDERS = ("pins", "view")
+TABLES = "tables"
+FOLDERS = (*(contents.folder(question) for question in QUESTIONS), TABLES)
+SESSION_FOLDERS = ("pins", "view", TABLES)
 Progress = Callable[[int, int, str], None]
 
 
@@ -75,13 +73,12 @@ class UsageError(ReportError):
 
 @dataclass(frozen=True)
 class ReportRequest:
-    """What to draw. archive: the path of a ZIP to write as well; command: the command line of the request; session: the
-    id of a saved session whose view, pins and notes are drawn instead of the filter's charts; papers: the widths of
-    exports.COLUMNS in which to draw each chart for a paper."""
+    """What to draw. command: the command line of the request; session: the id of a saved session whose view, pins and
+    notes are drawn instead of the filter's charts; papers: the widths of exports.COLUMNS in which to draw each chart
+    for a paper."""
 
     output: Path
     where: Filter
-    archive: Path | None = None
     theme: str = "light"
     jobs: int | None = None
     command: str = ""
@@ -102,23 +99,11 @@ def make(opened: Catalog, request: ReportRequest, progress: Progress) -> int:
     output = request.output.absolute()
     sweep_beside(output)
     with staging_directory(output) as staging:
-        made, archive = staging / "report", staging / "report.zip"
+        made = staging / "report"
         made.mkdir()
-        with ExitStack() as stack:
-            zipped = stack.enter_context(ZipFile(archive, "w", ZIP_DEFLATED)) if request.archive else None
-            with _unchanged(opened), opened.snapshot():
-                charts = _draw(opened, request, session, Files(made, zipped), progress)
-        within = request.archive and request.archive.absolute().is_relative_to(output)
-        with ExitStack() as stack:
-            if request.archive and not within:  # perhaps on another disk, which may be full: before anything is moved
-                file = stack.enter_context(staged_file(request.archive))
-                with open(archive, "rb") as content:
-                    shutil.copyfileobj(content, file)
-                file.flush()
-            publish(made, request.output, before)
-        if request.archive and within:
-            request.archive.parent.mkdir(parents=True, exist_ok=True)
-            os.replace(archive, request.archive)
+        with _unchanged(opened), opened.snapshot():
+            charts = _draw(opened, request, session, Files(made), progress)
+        publish(made, request.output, before)
     return charts
 
 
@@ -150,20 +135,6 @@ def _check(opened: Catalog, request: ReportRequest) -> None:
         raise UsageError(
             f"{request.output} is a file: give --output a new folder, or one that contains an earlier report"
         )
-    if request.archive is not None and request.archive.is_dir():
-        raise UsageError(f"{request.archive} is a folder: pass a file name to --zip")
-    if request.archive is not None:
-        _check_archive(request.archive.absolute(), request.output.absolute())
-
-
-def _check_archive(archive: Path, output: Path) -> None:
-    """Raise UsageError if the folder of the ZIP does not exist (unless it is the report's own), or if the ZIP would
-    have the name of one of the report's files."""
-    within = archive.relative_to(output).parts if archive.is_relative_to(output) else ()
-    if within and within[0] in (*ALWAYS, *FOLDERS, *SESSION_FOLDERS):
-        raise UsageError(f"{archive} is where the report writes its own files: give --zip another name")
-    if not within and not archive.parent.is_dir():
-        raise UsageError(f"{archive.parent} is not a folder: create it first, or give --zip another path")
 
 
 def _written_before(output: Path) -> set[str]:
@@ -228,11 +199,10 @@ def _replace(made: Path, output: Path, manifest: dict[str, Any], files: set[str]
 
 
 class Files:
-    """Writes the files of a report: a folder, and a ZIP if requested. The ZIP's entries have a fixed time stamp, so
-    that the same report gives the same bytes."""
+    """Writes the files of a report into a folder."""
 
-    def __init__(self, folder: Path, archive: ZipFile | None) -> None:
-        self.folder, self.archive = folder, archive
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.names: list[str] = []
 
     def write(self, name: str, content: bytes | str) -> None:
@@ -242,34 +212,12 @@ class Files:
         path.write_bytes(content.encode() if isinstance(content, str) else content)
         self.names.append(name)
 
-    def add(self, name: str, content: bytes | str) -> None:
-        """Write an entry of the ZIP, if there is one."""
-        if self.archive:
-            entry = ZipInfo(name)
-            entry.external_attr = 0o644 << 16
-            self.archive.writestr(entry, content, ZIP_STORED if name.endswith(".png") else ZIP_DEFLATED)
-
-    def add_figure(self, path: str, figure: Figure, picture: Picture, papers: Mapping[str, Paper]) -> None:
-        pictures = {"svg": picture.svg} if picture.png is None else {"png": picture.png, "svg": picture.svg}
-        kind = next(iter(pictures))
-        self.write(f"{path}.{kind}", pictures[kind])
+    def write_figure(self, path: str, figure: Figure, picture: Picture, papers: Mapping[str, Paper]) -> None:
+        self.write(f"{path}.svg", picture.svg)
+        self.write(f"{path}.csv", figure.csv())
         for width, paper in papers.items():
             for kind, drawn in paper._asdict().items():
                 self.write(f"{path}-{width}.{kind}", drawn)
-                self.add(f"{path}-{width}.{kind}", drawn)
-        if self.archive:
-            content = {"caption": figure.caption, "vega_lite": figure.spec}
-            for kind, drawn in pictures.items():
-                self.add(f"{path}.{kind}", drawn)
-            self.add(f"{path}.csv", figure.csv())
-            self.add(f"{path}.json", json.dumps(content, ensure_ascii=False, allow_nan=False))
-
-    def add_table(self, table: ReportTable) -> None:
-        if self.archive:
-            self.add(f"tables/{table.name}.csv", exports.of_table(table.frame, ".csv"))
-            for end in (".md", ".tex"):
-                self.add(f"tables/{table.name}{end}", exports.of_table(shown(table.frame), end, table.title))
-            self.add(f"tables/{table.name}.json", stats.strict_json(table.frame.to_dict("records")))
 
 
 def _draw(opened: Catalog, request: ReportRequest, session: Session | None, files: Files, progress: Progress) -> int:
@@ -291,7 +239,7 @@ def _draw(opened: Catalog, request: ReportRequest, session: Session | None, file
             while len(waiting) > most:
                 path, figure, picture, papers = waiting.popleft()
                 drawn = picture.result()
-                files.add_figure(path, figure, drawn, {width: paper.result() for width, paper in papers.items()})
+                files.write_figure(path, figure, drawn, {width: paper.result() for width, paper in papers.items()})
                 embedded[path] = drawn.embedded
                 done += 1
                 progress(done, max(total, expected), path)
@@ -303,7 +251,7 @@ def _draw(opened: Catalog, request: ReportRequest, session: Session | None, file
             total += len(figures)
             for path, figure in figures.items():
                 spec = figure.sized_spec(WIDTH) | {"config": theme.config()}
-                picture = renderers.render(spec, figure.caption_svg, colors, not session, of_page(figure))
+                picture = renderers.render(spec, figure.caption_svg, colors, of_page(figure))
                 papers = {
                     width: renderers.paper(exports.paper_spec(figure, width), exports.COLUMNS[width])
                     for width in dict.fromkeys(request.papers)
@@ -312,7 +260,7 @@ def _draw(opened: Catalog, request: ReportRequest, session: Session | None, file
                 collect(4 * renderers.jobs)
         collect(0)
         sections = merged(unmerged)
-        html = page(sections, embedded, bundle.result(), files.archive is not None, **_top(opened, where, session))
+        html = page(sections, embedded, bundle.result(), **_top(opened, where, session))
     numbers = stats.tensor_stats(opened, where)
     texts = {
         "tensor_stats.json": stats.strict_json(numbers),
@@ -321,9 +269,8 @@ def _draw(opened: Catalog, request: ReportRequest, session: Session | None, file
     }
     for name, text in texts.items():
         files.write(name, text)
-        files.add(name, text)
     for table in (table for section in sections for table in section.tables):
-        files.add_table(table)
+        files.write(f"{TABLES}/{table.name}.csv", exports.of_table(table.frame, ".csv"))
     files.write(MANIFEST, _manifest(opened, request, files.names))
     return total
 
@@ -374,8 +321,6 @@ def run(root: Path, request: ReportRequest) -> int:
             charts = make(opened, request, progress)
     seconds = time.monotonic() - start
     print(f"{request.output / 'index.html'}: {charts} charts in {seconds:.1f} s")
-    if request.archive:
-        print(request.archive)
     return 0
 
 

@@ -14,7 +14,7 @@ HOSTILE = "</script><img src=x onerror=alert(1)>&\"'"
 
 
 def reported(made_once: MadeOnce) -> Path:
-    """A directory with the root, `root`, and the report that the command made of it: `draw` and `draw.zip`."""
+    """A directory with the root, `root`, and the report that the command made of it: `draw`."""
     return made_once("reported", _make)
 
 
@@ -24,14 +24,7 @@ def _make(place: Path) -> None:
     make_run(root, tensors(1), dataset=HOSTILE, recipe="mxfp8", command=command)
     with Catalog.open(root):
         pass
-    output = (
-        "--output",
-        str(place / "draw"),
-        "--zip",
-        str(place / "draw.zip"),
-        "--jobs",
-        "1",
-    )  # to start one takes seconds
+    output = ("--output", str(place / "draw"), "--jobs", "1")  # to start one takes seconds
     done = run_collector("report", "--tensor-save-dir", str(root), *output, root=root)
     assert done.returncode == 0, done.stderr
     assert "charts" in done.stdout and "Traceback" not in done.stderr

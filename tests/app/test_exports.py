@@ -1,4 +1,4 @@
-"""What charts and tables are saved as, read again by other programs: PDFium, a Markdown parser, a LaTeX parser."""
+"""What charts and tables are saved as, read again by other programs: PDFium, a Markdown parser."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pandas as pd
 import pypdfium2
 import pytest
 from markdown_it import MarkdownIt
-from pylatexenc.latex2text import LatexNodes2Text
 from pypdfium2.raw import FPDF_PAGEOBJ_IMAGE, FS_MATRIX, FPDFText_GetFontSize, FPDFText_GetMatrix
 
 from binade.app import exports, style
@@ -60,18 +59,6 @@ def test_markdown_says_what_the_table_does():
     assert plain == [*HEADER, *(cell for row in ROWS for cell in row), "Data: a*b."]
     assert {child.type for children in texts if children for child in children} == {"text"}
     assert [token.attrs.get("style") for token in tokens if token.type == "th_open"][1:] == ["text-align:right"] * 2
-
-
-def test_latex_says_what_the_table_does():
-    figure = Figure("x", LINES, TABLE, "Data: a % b.")
-    latex = exports.of_figure(figure, ".tex").decode()
-    assert latex.startswith("% Data: a % b.\n") and r"\begin{tabular}{lrr}" in latex and latex.isascii()
-    body = latex[latex.index("\\toprule\n") + 9 : latex.index("\\bottomrule")].replace("\\midrule\n", "")
-    rows = [line.removesuffix(r" \\").split(" & ") for line in body.splitlines()]
-    read = LatexNodes2Text(math_mode="text").latex_to_text
-    similar = str.maketrans({"₁": "_1", "₀": "_0", "·": "˙", "^": "ˆ"})  # what that parser says
-    expected = [[cell.translate(similar) for cell in row] for row in [HEADER, *ROWS]]
-    assert [[read(cell) for cell in row] for row in rows] == expected
 
 
 def test_csv_is_the_table_as_it_is():

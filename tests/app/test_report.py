@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import html.parser
-import io
 import json
 import os
 import re
@@ -14,7 +13,6 @@ import signal
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
-import zipfile
 from collections.abc import Iterator
 from contextlib import nullcontext
 from datetime import datetime
@@ -67,9 +65,9 @@ def root(reported: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def drawn(reported: Path) -> tuple[Path, Path]:
-    """(the folder, the ZIP) as the command wrote them, in a process of its own."""
-    return reported / "draw", reported / "draw.zip"
+def drawn(reported: Path) -> Path:
+    """The folder as the command wrote it, in a process of its own."""
+    return reported / "draw"
 
 
 def everything(folder: Path) -> set[str]:
@@ -115,25 +113,28 @@ class Tags(html.parser.HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def tags(drawn: tuple[Path, Path]) -> Tags:
-    return Tags((drawn[0] / "index.html").read_text())
+def tags(drawn: Path) -> Tags:
+    return Tags((drawn / "index.html").read_text())
 
 
 # What is written
 
 
 def test_the_folder_holds_what_was_asked_for(drawn):
-    output, _ = drawn
+    output = drawn
     files = everything(output)
     assert {"index.html", "tensor_stats.txt", "tensor_stats.json", "report.json"} <= files
     for folder in FOLDERS:
-        assert any(name.startswith(f"{folder}/") and name.endswith(".png") for name in files), folder
+        assert any(name.startswith(f"{folder}/") and name.endswith(".svg") for name in files), folder
     assert set(json.loads((output / "report.json").read_text())["files"]) == files
     assert not [path for path in output.parent.iterdir() if path.name.endswith(".part")]
     for name in files:
-        if name.endswith(".png"):
-            content = (output / name).read_bytes()
-            assert content.startswith(b"\x89PNG\r\n\x1a\n") and len(content) > 3000, name
+        assert re.fullmatch(r"[A-Za-z0-9_./-]+", name), name
+        if name.endswith(".svg"):
+            assert name.removesuffix("svg") + "csv" in files
+            tree = ElementTree.fromstring((output / name).read_bytes())
+            found = {element.tag.rpartition("}")[2] for element in tree.iter()}
+            assert "path" in found and not {"script", "img", "foreignObject"} & found, name
 
 
 def finite(quant_type: str) -> np.ndarray:
@@ -143,7 +144,7 @@ def finite(quant_type: str) -> np.ndarray:
 
 
 def test_statistics_are_those_of_the_tensors(drawn):
-    stats = json.loads((drawn[0] / "tensor_stats.json").read_text())
+    stats = json.loads((drawn / "tensor_stats.json").read_text())
     assert stats["totals"]["tensors"] == 5 and stats["totals"]["values"] == sum(x.numel() for x, _ in tensors(1))
     rows = {row["group"]: row for row in stats["statistics_by"]["quant_type"]}
     for name in ("mxfp8", "mxfp4"):
@@ -152,7 +153,7 @@ def test_statistics_are_those_of_the_tensors(drawn):
             assert rows[name][key] == pytest.approx(expected, rel=1e-9), (name, key)
         assert rows[name]["max"] == values.max() and rows[name]["zeros"] == (values == 0).sum()
     assert (rows["mxfp8"]["nans"], rows["mxfp8"]["infs"]) == (1, 1)
-    assert "mxfp4" in (drawn[0] / "tensor_stats.txt").read_text()
+    assert "mxfp4" in (drawn / "tensor_stats.txt").read_text()
 
 
 def test_tables_of_the_html_hold_the_same_numbers(tags):
@@ -193,18 +194,16 @@ def test_shown_columns_have_names_and_units(sections):
     assert histogram.iloc[0].to_dict() == {"From, value": -3.0, "To, value": -2.5, "Share (%)": 25.0}
 
 
-def test_large_tables_are_said_to_be_in_a_zip_that_is_there():
+def test_large_tables_are_said_to_be_in_a_file():
     rows = page.CSV_CELLS // 100 + 1
     section = Section("x", figures=[Figure("y", BARS, pd.DataFrame(np.zeros((rows, 100))), "c")])
-    with_zip, without = (page.page((section,), {"x/y": ""}, "", archived) for archived in (True, False))
-    assert "see the ZIP" in with_zip
-    assert "see the ZIP" not in without and "create the report with --zip" in without
+    assert "binade report writes them as a CSV file" in page.page((section,), {"x/y": ""}, "")
 
 
 def test_long_and_wide_tables_are_cut_off_and_say_so():
     rows, columns = page.SHOWN_ROWS + 1, page.SHOWN_COLUMNS + 1
     section = Section("x", figures=[Figure("y", BARS, pd.DataFrame(np.zeros((rows, columns))), "c")])
-    text = page.page((section,), {"x/y": ""}, "", False)
+    text = page.page((section,), {"x/y": ""}, "")
     assert f"The first {rows - 1} of {rows} rows and the first {columns - 1} of {columns} columns; all are" in text
     assert text.count("<td") == (rows - 1) * (columns - 1)
 
@@ -240,42 +239,13 @@ def test_hostile_words_are_words(drawn, tags):
         if attributes.get("type") == "application/json":
             json.loads(text)
             assert "<" not in text
-    with zipfile.ZipFile(drawn[1]) as archive:
-        for name in archive.namelist():
-            assert re.fullmatch(r"[A-Za-z0-9_./-]+", name) and ".." not in name, name
-            if name.endswith(".svg"):
-                found = {
-                    element.tag.rpartition("}")[2] for element in ElementTree.fromstring(archive.read(name)).iter()
-                }
-                assert not {"script", "img", "foreignObject"} & found, name
 
 
-# The ZIP
+# The numbers
 
 
-def test_the_zip_agrees_with_itself(drawn):
-    with zipfile.ZipFile(drawn[1]) as archive:
-        assert archive.testzip() is None
-        names = set(archive.namelist())
-        charts = {name[:-4] for name in names if name.endswith(".png")}
-        assert charts and all({f"{c}.svg", f"{c}.csv", f"{c}.json"} <= names for c in charts)
-        pictures = {name for name in everything(drawn[0]) if name.endswith(".png")}
-        assert pictures <= names
-        for name in names:
-            if name.startswith("tables/") and name.endswith(".csv"):
-                table = pd.read_csv(io.BytesIO(archive.read(name)))
-                rows = json.loads(archive.read(name[:-4] + ".json"))
-                assert len(table) == len(rows)
-                for key in table.columns:
-                    if pd.api.types.is_float_dtype(table[key]):
-                        given = pd.Series([row[key] for row in rows], dtype=float)
-                        np.testing.assert_array_equal(given.fillna(0), table[key].fillna(0))
-
-
-def test_a_histogram_in_the_zip_is_numpys(drawn):
-    with zipfile.ZipFile(drawn[1]) as archive:
-        table = pd.read_csv(io.BytesIO(archive.read("distributions/histogram_quant_type.csv")), comment="#")
-        spec = json.loads(archive.read("distributions/histogram_quant_type.json"))["vega_lite"]
+def test_a_histogram_in_the_folder_is_numpys(drawn):
+    table = pd.read_csv(drawn / "distributions/histogram_quant_type.csv", comment="#")
     assert set(table["group"]) == {"mxfp4", "mxfp8"}
     for group, bins in table.groupby("group"):
         values = finite(group)
@@ -286,8 +256,6 @@ def test_a_histogram_in_the_zip_is_numpys(drawn):
             )
             assert row.share == pytest.approx(expected, rel=1e-9), row
         assert (bins["share"] * (bins["high"] - bins["low"])).sum() == pytest.approx(len(log2) / len(values))
-    drawn_rows = [row for rows in spec["datasets"].values() for row in rows if row["share"]]
-    assert sorted(row["share"] for row in drawn_rows) == sorted(table["share"])
 
 
 def test_specifications_are_vega_lite(sections):
@@ -323,7 +291,7 @@ def test_the_command_that_makes_a_run_again(config, expected):
 
 
 def test_the_report_tells_how_it_was_made(drawn):
-    text = (drawn[0] / "index.html").read_text()
+    text = (drawn / "index.html").read_text()
     assert "binade run --quantization mxfp8 --seed 7" in text
     assert "binade report --tensor-save-dir" in text and "10·log₁₀" in text
 
@@ -351,7 +319,6 @@ def test_a_sessions_report_tells_its_pins_and_notes(command, root, tmp_path, sta
         shutil.rmtree(storage.folder(root))
     files = everything(output)
     assert "pins/01_ranking.svg" in files and "view/histogram.svg" in files and "index.html" in files
-    assert not any(name.endswith(".png") for name in files)
     assert not any(name.startswith(FOLDERS) for name in files)
     text = (output / "index.html").read_text()
     tags = Tags(text)
@@ -377,9 +344,6 @@ def test_a_sessions_report_tells_its_pins_and_notes(command, root, tmp_path, sta
         (["--tensor-save-dir", "{file}"], 2, "is a file"),
         (["--output", "{file}"], 2, "is a file: give --output a new folder"),
         (["--output", "/"], 2, "/ cannot be used for a report"),
-        (["--zip", "{tmp}"], 2, "is a folder: pass a file name to --zip"),
-        (["--zip", "{tmp}/draw/heatmaps/x.zip"], 2, "is where the report writes its own files"),
-        (["--zip", "{tmp}/absent/x.zip"], 2, "absent is not a folder"),
         (["--quant-type", "hifp8"], 1, "no tensor matches: quant type hifp8"),
         (["--layer-index", "1,x"], 2, "'x' is not a number"),
         (["--quant-type", ","], 2, "names are expected"),
@@ -426,9 +390,9 @@ def one_chart(monkeypatch: pytest.MonkeyPatch, started: None) -> None:
     monkeypatch.setattr(contents, "contributions", lambda *_: [section])
 
 
-def make(root: Path, output: Path, archive: Path | None = None, **where: list) -> int:
+def make(root: Path, output: Path, **where: list) -> int:
     with Catalog.open(root) as opened:
-        return writer.make(opened, ReportRequest(output, Filter(**where), archive=archive, jobs=1), lambda *_: None)
+        return writer.make(opened, ReportRequest(output, Filter(**where), jobs=1), lambda *_: None)
 
 
 @pytest.mark.thorough
@@ -528,29 +492,14 @@ class Noon(datetime):
         return cls(2026, 1, 1, 12, tzinfo=tz)
 
 
-def test_a_zip_in_the_report_and_elsewhere(root, tmp_path, monkeypatch, one_chart):
-    monkeypatch.setattr(writer, "datetime", Noon)
-    output, shared = tmp_path / "a" / "draw", Path("/dev/shm") / f"binade-{os.getpid()}.zip"  # on another disk
-    places = (output / "r.zip", output / "more" / "r.zip", shared)
-    try:
-        for place in places:
-            make(root, output, place)
-            assert "index.html" in zipfile.ZipFile(place).namelist()
-        assert len({place.read_bytes() for place in places}) == 1
-    finally:
-        shared.unlink(missing_ok=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a"] and not list(output.glob(".*"))
-
-
-def test_what_is_refused_at_the_end_leaves_no_zip_and_no_folder(root, tmp_path, monkeypatch, one_chart):
+def test_what_is_refused_at_the_end_leaves_no_folder(root, tmp_path, monkeypatch, one_chart):
     def refuse(*_: object) -> None:
         raise writer.UsageError("refused")
 
     monkeypatch.setattr(writer, "publish", refuse)
-    for place in (tmp_path / "a" / "b" / "draw" / "r.zip", tmp_path / "r.zip"):
-        with pytest.raises(writer.UsageError, match="refused"):
-            make(root, tmp_path / "a" / "b" / "draw", place)
-        assert list(tmp_path.iterdir()) == []
+    with pytest.raises(writer.UsageError, match="refused"):
+        make(root, tmp_path / "a" / "b" / "draw")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_deleted_meanwhile_is_said(root, tmp_path, monkeypatch, started):
@@ -566,8 +515,7 @@ def test_a_run_deleted_meanwhile_is_said(root, tmp_path, monkeypatch, started):
 @pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda n: n.name)
 def test_who_is_interrupted_leaves_nothing(root, tmp_path, number):
-    written = ("--output", tmp_path / "draw", "--zip", tmp_path / "z.zip")
-    process = start_binade("report", *written, "--tensor-save-dir", root, "--jobs", "1")
+    process = start_binade("report", "--output", tmp_path / "draw", "--tensor-save-dir", root, "--jobs", "1")
     assert "charts so far" in process.stderr.readline()
     renderers = [child.pid for child in psutil.Process(process.pid).children()]
     assert renderers
@@ -575,7 +523,7 @@ def test_who_is_interrupted_leaves_nothing(root, tmp_path, number):
     error = ended(process).stderr
     until(lambda: not any(map(process_start, renderers)), "the renderers to end")
     if number == signal.SIGKILL:
-        assert process.returncode == -9 and not (tmp_path / "draw").exists() and not (tmp_path / "z.zip").exists()
+        assert process.returncode == -9 and not (tmp_path / "draw").exists()
     else:
         assert process.returncode == 130 and "cancelled" in error and "Traceback" not in error, error
         assert list(tmp_path.iterdir()) == []
@@ -621,18 +569,11 @@ def test_a_full_disk_is_said(command, capsys, root, small_disk, one_chart):
     assert capsys.readouterr().err.strip().splitlines()[-1].startswith("binade: the disk is full")
 
 
-@pytest.mark.parametrize("small_disk", ["8k"], indirect=True)
-def test_without_room_for_the_zip_no_report_is_published(root, tmp_path, small_disk, one_chart):
-    with pytest.raises(OSError, match="No space left"):
-        make(root, tmp_path / "draw", small_disk / "r.zip")
-    assert list(small_disk.iterdir()) == [] and list(tmp_path.iterdir()) == [small_disk]
-
-
 def test_a_renderer_that_dies_is_an_error():
     figure = Figure("x", BARS, pd.DataFrame({"a": [1]}), "c")
     request = (figure.caption_svg, {"card": "#fff", "quiet": "#000", "font": "Arial"})
     with Renderers(1) as renderers:
-        assert renderers.render(figure.spec, *request).result().png.startswith(b"\x89PNG")
+        assert renderers.render(figure.spec, *request).result().svg.startswith(b"<svg")
         with pytest.raises(RenderError, match="cannot be drawn"):
             renderers.render({"mark": "nonsense"}, *request).result()
         renderers._processes[0].kill()

@@ -432,7 +432,7 @@ def test_what_is_the_format_really_using(visitor: Visitor, catalog: Catalog):
 def test_every_chart_can_be_saved_with_its_caption(visitor: Visitor, catalog: Catalog, tmp_path: Path):
     visitor.ask("runs", "loss")
     where, saved = scoped(catalog, unrounded(catalog, Filter()), scored=True), {}
-    ends = {"PNG": ".png", "SVG": ".svg", "CSV": ".csv", "LaTeX": ".tex", "84 mm wide as PDF": "-84mm.pdf"}
+    ends = {"PNG": ".png", "SVG": ".svg", "CSV": ".csv", "Markdown": ".md", "84 mm wide as PDF": "-84mm.pdf"}
     for kind, end in ends.items():
         with visitor.page.expect_download() as download:
             visitor.section.get_by_role("button", name="Save or pin").first.click()
@@ -442,7 +442,7 @@ def test_every_chart_can_be_saved_with_its_caption(visitor: Visitor, catalog: Ca
         download.value.save_as(path)
         saved[kind] = path.read_bytes()
         assert path.name == f"binade-loss-ranking{end}"
-    assert b"\\toprule" in saved["LaTeX"] and saved["84 mm wide as PDF"].startswith(b"%PDF")
+    assert b"| :--" in saved["Markdown"] and saved["84 mm wide as PDF"].startswith(b"%PDF")
     assert saved["PNG"].startswith(b"\x89PNG") and len(saved["PNG"]) > 10_000
     svg, table = saved["SVG"].decode(), saved["CSV"].decode()
     for text in (svg, table):
