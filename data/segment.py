@@ -439,6 +439,10 @@ def table_files(directory: Path) -> dict[str, Path]:
     return {name: directory / f"{name}.parquet" for name in TABLES}
 
 
+# Columns that segments of earlier versions do not have: they are null there.
+ADDED = {"second_sqnr_db"}
+
+
 def read_tables(
     segment: Path, written: Manifest | None = None, names: Collection[str] = tuple(TABLES)
 ) -> dict[str, pa.Table]:
@@ -466,7 +470,10 @@ def read_tables(
         except KeyError:  # of read_dictionary
             raise ValueError(f"{file.name} has no column 'tensor_id'") from None
         schema = TABLES[name]
-        if missing := set(schema.names) - set(table.column_names):
+        missing = set(schema.names) - set(table.column_names)
+        for column in missing & ADDED:
+            table = table.append_column(column, pa.nulls(len(table), schema.field(column).type))
+        if missing := missing - ADDED:
             raise ValueError(f"{file.name} has no column {min(missing)!r}")
         if name != "tensor":
             ids = table["tensor_id"].cast(pa.dictionary(_INT, _TEXT)).unify_dictionaries().combine_chunks()

@@ -33,7 +33,7 @@ from binade.data.catalog import Catalog, CatalogError
 from binade.data.events import Event, EventKind, append_event, read_events
 from binade.data.filter import Filter
 from binade.data.runs import RUNNING, RunNotes, change_notes, fingerprint, process_start, read_notes, sound_losses
-from binade.data.segment import MANIFEST
+from binade.data.segment import ADDED, MANIFEST
 from tests.data.builder import assorted, make_run, reseal, with_column
 
 pytestmark = pytest.mark.slow
@@ -105,6 +105,21 @@ def test_another_root_explores_the_same(source: Path, packed: Path, tmp_path: Pa
 
 
 @pytest.mark.thorough
+def test_a_run_of_an_earlier_version_opens_unchanged_and_travels(tmp_path: Path):
+    """Its table of errors lacks a column that was added since."""
+    root = tmp_path / "root"
+    run = make_run(root, assorted(0, format="mxfp8"))
+    for file in run.directory.glob("segments/*/score.parquet"):
+        pq.write_table(pq.read_table(file).drop_columns(sorted(ADDED)), file)
+    reseal(run.directory)
+    with Catalog.open(root) as catalog:
+        assert not catalog.refused and len(catalog.table("score").to_pandas())
+    bundle.write(root, tmp_path / "old.zip", [run.run_id], None)
+    bundle.import_runs(tmp_path / "other", tmp_path / "old.zip")
+    with Catalog.open(tmp_path / "other") as catalog:
+        assert not catalog.refused and len(catalog.table("score").to_pandas())
+
+
 def test_all_values_or_none(source: Path, tmp_path: Path):
     with Catalog.open(source) as catalog:
         rows, with_values = len(catalog.tensors()), catalog.totals().with_values
