@@ -30,6 +30,8 @@ from binade.data.filter import Filter
 from binade.quant.metrics import sqnr_db
 from binade.quant.normal import normal_sqnr
 from binade.quant.specs import Spec
+from tests.app.planted import operand
+from tests.data.builder import make_run
 
 STEPS = 2
 # Everything that a result may depend on besides the values, at once.
@@ -265,3 +267,39 @@ def test_a_run_that_rounds_nothing_has_no_format_in_use(tmp_path):
         assert not answer.figures and "None of these operands was rounded" in answer.problems[0]
         of_one = View("map", {"format": [USED], "metric": ["loss_change"]})
         assert of_one.read(catalog).values["format"] == "mxfp4"
+
+
+def test_a_recipe_of_few_operands_opens_as_used_with_all_that_it_rounded(tmp_path):
+    """nvidia_nvfp4 rounds a third of the recorded operands, in five specs: the Map has each, not those of one spec."""
+    with record(tmp_path, "nvidia_nvfp4", (1.0,)) as catalog:
+        used = catalog.ask("SELECT count(*) AS n FROM score WHERE used")["n"].iloc[0]
+        for page in ("map", "explore"):
+            assert View(page).read(catalog).values["format"] == USED
+        assert f"{used} of {used} operands" in str(View("map").draw(catalog).verdict)
+
+
+@pytest.mark.parametrize(("bad", "every"), [(math.nan, True), (math.inf, False), (math.nan, False)])
+def test_the_map_says_which_operands_have_nan(tmp_path, bad: float, every: bool):
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    torch.nn.init.constant_(model[0].weight if every else model[1].weight[0], bad)
+    recorder = Recorder(tmp_path, label="d", iterations=1)
+    with recorder, instrument(model, "mxfp4", recorder):
+        model(torch.randn(4, 64)).sum().backward()
+        recorder.step()
+    with Catalog.open(tmp_path) as catalog:
+        finite = catalog.ask("SELECT count(*) AS n FROM score WHERE used AND isfinite(mse)")["n"].iloc[0]
+        broken = catalog.ask("SELECT count(*) AS n FROM score WHERE used AND isnan(mse)")["n"].iloc[0]
+        answer = View("map").draw(catalog)
+        assert broken and finite
+        assert f"of {finite} operands" in str(answer.verdict)
+        assert f"{broken} operands have NaN or Inf in place of a value: " in str(answer.verdict)
+        labels = answer.figures[0].table.set_index("value")["label"]
+        assert labels[labels.index.isna()].tolist() == ["NaN or Inf"] * broken
+
+
+def test_a_run_of_nan_alone_is_not_called_unrounded(tmp_path):
+    x = torch.full((32, 64), math.nan)
+    make_run(tmp_path, [operand(x, layer, tensor_name=name) for layer in (1, 2) for name in ("input", "weight")])
+    with Catalog.open(tmp_path) as catalog:
+        problems = View("map", {"format": [USED]}).draw(catalog).problems
+        assert "4 of 4 rounded operands hold NaN or Inf" in problems[0]

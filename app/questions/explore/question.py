@@ -203,7 +203,7 @@ def _distributions(board: Board, values: dict[str, Any], groups: Groups, by: str
     bins = shared.linear_histogram(distributions) if linear else shared.log2_histogram(distributions)
     field = by if by != TENSOR else ""
     if bins.empty:
-        problems.append("No magnitudes to draw: all values are zero.")
+        problems.append("No magnitudes to draw: all finite values are zero.")
     else:
         title = charts.OF[kind] if linear else charts.magnitude(kind)
         low, below = (None, 0.0) if linear else compute.lower_end(distributions)

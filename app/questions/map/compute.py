@@ -74,7 +74,7 @@ class MapRow:
 
 def cells(catalog: Catalog, where: Filter, fmt: str, metric: str, across: str, expanded: str = "") -> pd.DataFrame:
     """The cells of a map: gemm, product, tensor, expert, `across` (layer_index or iteration), value, low, high, tensors
-    (how many), tensor_id (of the worst).
+    (how many), broken (how many of these have no value because of NaN or Inf), tensor_id (of the worst).
 
     value is the median of the tensors' own values, low and high their 10th and 90th percentile; of the predicted loss
     change it is the sum over experts and ranks, the mean over sequences, with its 95% interval.
@@ -92,6 +92,7 @@ def cells(catalog: Catalog, where: Filter, fmt: str, metric: str, across: str, e
         table = _spreads(catalog, where, fmt, across)
     else:
         table = _values(catalog, where, fmt, metric, across, expanded)
+    table = table if "broken" in table else table.assign(broken=0)
     return table.dropna(subset=[across]).reset_index(drop=True).astype({across: int})
 
 
@@ -104,20 +105,23 @@ def _values(catalog: Catalog, where: Filter, fmt: str, metric: str, across: str,
     condition, parameters = catalog.condition(where)
     worst = "arg_min" if metric in ("sqnr_db", VS_NORMAL) else "arg_max"
     of_value: list[Any] = []
+    broken = "false"
     if metric in ERRORS:
         value, source = f"score.{metric}", "score JOIN tensor USING (key)"
         if metric == VS_NORMAL:
             value = "score.sqnr_db - map_extract(map(?::VARCHAR[], ?::DOUBLE[]), score.format)[1]"
             formats = catalog.scored_formats(where) if fmt == USED else [str(Spec.of(fmt))]
             of_value = [formats, [normal_sqnr(name) for name in formats]]
-        of_format, chosen = format_condition(fmt)
-        only = f"{of_format} AND NOT (isnan(score.mse) OR isnan(rms))"
+        broken = "(isnan(score.mse) OR isnan(rms))"
+        value = f"CASE WHEN NOT {broken} THEN {value} END"
+        only, chosen = format_condition(fmt)
         parameters = [*parameters, *chosen]
     elif metric == TENSOR_SCALE:
         value, source = "score.tensor_scale", "score JOIN tensor USING (key)"
         only = "score.used AND score.tensor_scale IS NOT NULL"
     else:  # a tensor has one value in all GEMMs that take it, whatever the format
         value = STATISTICS[metric]
+        broken = f"(nans + infs > 0 AND isnan({value}))"
         source = "tensor LEFT JOIN (SELECT DISTINCT key, gemm, true AS scored FROM score) AS score USING (key)"
         only = "(tensor.contracted_axis IS NOT NULL OR scored)"
     return catalog.ask(
@@ -125,11 +129,13 @@ def _values(catalog: Catalog, where: Filter, fmt: str, metric: str, across: str,
         WITH operand AS (
             SELECT coalesce(score.gemm, tensor.gemm, '{OTHER}') AS gemm, {_product()} AS product,
                    coalesce(tensor.tensor_name, 'unnamed') AS tensor,
-                   CASE WHEN tensor.module = ? THEN tensor.expert END AS expert, tensor.{across}, key, {value} AS value
+                   CASE WHEN tensor.module = ? THEN tensor.expert END AS expert, tensor.{across}, key, {value} AS value,
+                   {broken} AS broken
             FROM {source} WHERE {condition} AND {only} AND tensor.layer_index IS NOT NULL
         ), found AS (
             SELECT gemm, product, tensor, expert, {across}, {quantiles("value")}, count(*) AS tensors,
-                   coalesce({worst}(key, value) FILTER (NOT isnan(value)), min(key)) AS key
+                   count(*) FILTER (broken) AS broken,
+                   coalesce(min(key) FILTER (broken), {worst}(key, value) FILTER (NOT isnan(value)), min(key)) AS key
             FROM operand GROUP BY ALL
         )
         SELECT found.* EXCLUDE (key) RENAME (value_low AS low, value_high AS high), tensor_id
@@ -174,15 +180,17 @@ def computed(
             continue
         for operand in gemms.to_dict("records"):
             part, dim = along(x, operand | {"gemm": operand["own_gemm"]}, operand["gemm"])
-            rows.append(operand | {"value": getattr(score(part, spec, dim), metric)})
+            errors = score(part, spec, dim)
+            rows.append(operand | {"value": getattr(errors, metric), "broken": math.isnan(errors.mse)})
     by = ["gemm", "product", "tensor", "expert", across]
-    values = pd.DataFrame(rows, columns=[*operands, "value"]).astype({"value": float})
+    values = pd.DataFrame(rows, columns=[*operands, "value", "broken"]).astype({"value": float})
     if values.empty:
         return values, 0
-    values = values.assign(value=values["value"].clip(-HUGE, HUGE))
+    values = values.assign(value=values["value"].clip(-HUGE, HUGE).mask(values["broken"]))
     groups = values.sort_values("value", ascending=metric == "sqnr_db", kind="stable").groupby(by, dropna=False)
     table = _deciles(groups["value"])
     table["tensors"], table["tensor_id"] = groups.size(), groups["tensor_id"].first()
+    table["broken"] = groups["broken"].sum().astype(int)
     return table.reset_index().astype({across: int}), values["tensor_id"].nunique()
 
 
@@ -271,7 +279,8 @@ def _results(catalog: Catalog, where: Filter, across: str) -> pd.DataFrame:
     return catalog.ask(
         f"""
         SELECT gemm, {_product()} AS product, tensor_name AS tensor, NULL AS expert, {across},
-               {quantiles("result_sqnr_db")}, count(*) AS tensors, arg_min(tensor_id, result_sqnr_db) AS tensor_id
+               {quantiles("result_sqnr_db")}, count(*) AS tensors,
+               count(*) FILTER (isnan(result_sqnr_db) AND nans + infs > 0) AS broken, arg_min(tensor_id, result_sqnr_db) AS tensor_id
         FROM tensor WHERE result_sqnr_db IS NOT NULL AND layer_index IS NOT NULL AND {condition} GROUP BY ALL
         ORDER BY ALL
         """,

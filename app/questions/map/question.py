@@ -16,8 +16,8 @@ from binade.app.figure import Column, Drawn, Figure, Table, source
 from binade.app.formatting import evenly
 from binade.app.params import AnyText, One, in_format
 from binade.app.questions.map import charts, compute
-from binade.app.questions.map.compute import EFFECT, ITERATION, LAYER, LOSS_CHANGE, PARITY, MapRow
-from binade.app.questions.map.standing_out import Headline, cause_of, headline
+from binade.app.questions.map.compute import EFFECT, ITERATION, LAYER, LOSS_CHANGE, PARITY, RESULT, MapRow
+from binade.app.questions.map.standing_out import Headline, broken, cause_of, headline
 from binade.app.questions.question import Question
 from binade.app.questions.shared import board_charts
 from binade.app.questions.shared.operands import OTHER, operand
@@ -32,6 +32,7 @@ from binade.data.catalog import USED, Catalog
 from binade.data.evidence import Measure, Sentence
 from binade.data.filter import Filter
 from binade.data.run_table import OF_MODEL
+from binade.data.text import counted
 from binade.quant.normal import VS_NORMAL, normal_sqnr
 from binade.quant.specs import Spec
 
@@ -96,6 +97,11 @@ class Map:
         return opened.formats_used(self.where) if self.fmt == USED else [self.fmt] if self.fmt else []
 
     @property
+    def of(self) -> str:
+        """What its cells are of."""
+        return "result" if self.measure.key == RESULT else "operand"
+
+    @property
     def diverging(self) -> bool:
         """Whether colors go from better to worse than 0."""
         return bool(self.against) or self.measure.key in style.AGAINST_ZERO
@@ -151,6 +157,8 @@ def map_of(opened: Catalog, where: Filter, values: dict[str, Any]) -> Map | str:
     if table.empty:
         return _nothing(opened, where, metric, fmt)
     if table["value"].isna().all():
+        if table["broken"].any():
+            return str(broken(table, compute.rows_of(table), across, "result" if metric == RESULT else "operand"))
         return f"{measure.label} is not known for any of these tensors: choose another metric, such as absmax."
     against = values["versus"] or ""
     if against:
@@ -171,7 +179,8 @@ def map_of(opened: Catalog, where: Filter, values: dict[str, Any]) -> Map | str:
     table = compute.with_rows(table)
     table = table.assign(shade=charts.shade(table["value"], measure, bool(against) or metric in style.AGAINST_ZERO))
     signed = replace(measure.with_sign(), log=False) if against else measure
-    table = table.assign(label=table["value"].map(signed.quantity))
+    label = table["value"].map(signed.quantity)
+    table = table.assign(label=label.mask(table["value"].isna() & (table["broken"] > 0), "NaN or Inf"))
     return Map(
         where, signed, fmt, across, table, compute.rows_of(table), against, experts, f"{left_out} {said}".strip()
     )
@@ -221,13 +230,13 @@ def _nothing(opened: Catalog, where: Filter, metric: str, fmt: str) -> str:
     """Why a map is empty, and what to do."""
     if metric == compute.TENSOR_SCALE:
         return "No operand was rounded with one scale for the whole tensor: choose a run of a recipe that does so."
-    if metric == compute.RESULT:
+    if metric == RESULT:
         return (
             "No result of a quantized GEMM was measured: choose a quantized run recorded with “result” under Also "
             "measured (--measures result)."
         )
     if metric in OF_FORMAT and metric != compute.SPREAD and fmt == USED:
-        return "None of these operands was rounded when it was recorded: choose a format instead of “as used”."
+        return _nothing_used(opened, where)
     if metric == compute.SPREAD:
         return (
             f"No block scales were measured {in_format(fmt)}: choose a format with block scales, and a run recorded "
@@ -257,6 +266,25 @@ def _nothing(opened: Catalog, where: Filter, metric: str, fmt: str) -> str:
             "statistic of the values, such as absmax, as metric."
         )
     return f"The filter selects no operand of a GEMM: {where.sentence()}."
+
+
+def _nothing_used(opened: Catalog, where: Filter) -> str:
+    """Why no operand has an error as used, by the rows of the tensors: of one with NaN or Inf there is none."""
+    condition, parameters = opened.condition(where)
+    known = opened.ask(
+        "SELECT count(*) AS rounded, count(*) FILTER (isnan(sqnr_db) AND nans + infs > 0) AS broken FROM tensor"
+        f" WHERE format IS NOT NULL AND {condition}",
+        parameters,
+    )
+    rounded, broken = (int(known[name].iloc[0]) for name in ("rounded", "broken"))
+    if broken:
+        return (
+            f"{broken:,} of {counted(rounded, 'rounded operand')} hold NaN or Inf and have no error: choose an earlier "
+            "iteration, or a statistic of the values, such as absmax, as metric."
+        )
+    if rounded:
+        return f"{counted(rounded, 'operand')} were rounded, without a recorded error: choose a format instead."
+    return "None of these operands was rounded when it was recorded: choose a format instead of “as used”."
 
 
 def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
@@ -357,7 +385,12 @@ def against_normal(opened: Catalog, map_: Map) -> pd.DataFrame:
 
 def verdict(opened: Catalog, map_: Map) -> Sentence:
     """What the format breaks: of a map of SQNR the cells that stand out, of any other the kinds of operands with the
-    lowest and highest medians over layers. All of them were measured: nothing is inferred."""
+    lowest and highest medians over layers; then the operands that have NaN or Inf in place of an error. All of them
+    were measured: nothing is inferred."""
+    return evidence.together(_verdict(opened, map_), broken(map_.table, map_.rows, map_.across, map_.of))
+
+
+def _verdict(opened: Catalog, map_: Map) -> Sentence:
     measure, of = map_.measure, "layers" if map_.across == LAYER else "iterations"
     said = headline_of(opened, map_)
     if said is None:

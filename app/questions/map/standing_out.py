@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import pandas as pd
 
 from binade.app.questions.map.charts import label
-from binade.app.questions.map.compute import LAYER, MapRow
+from binade.app.questions.map.compute import LAYER, MapRow, with_rows
 from binade.app.style import MEASURES
 from binade.data import evidence
 from binade.data.catalog import USED
 from binade.data.evidence import Sentence, exact
 from binade.data.names import layer_name
-from binade.data.text import number_text
+from binade.data.text import counted, number_text
 from binade.quant.normal import VS_NORMAL, normal_sqnr
 
 FAR = 2.0  # dB from the SQNR of normal values, at which a cell stands out: 1.6 times the squared error
@@ -97,15 +97,34 @@ def headline(
             why = cause(group.worst)
             segments.append((f" ({number_text(group.value, '.1f')}{f'; {why}' * bool(why)})", ""))
             measured += [exact(measure, group.value), *why.evidence]
-        segments.append((" …" if len(groups) > NAMED else ".", ""))
+        left = len(groups) - NAMED
+        segments.append((f" and {left:,} more." if left > 0 else ".", ""))
     else:
         segments.append((f" None loses {limit} or more beyond that.", ""))
     if len(good):
         worst, best = float(good["value"].min()), float(good["value"].max())
         segments.append((f" {len(good):,} lose{_s(len(good))} at least {limit} less.", ""))
         measured += [exact(measure, worst), exact(measure, best)]
+    if zero := int((table["value"].isna() & (table["broken"] == 0)).sum()):
+        segments.append((f" {zero:,} {'is' if zero == 1 else 'are'} all zero.", ""))
     text = "".join(part for part, _ in segments)
     return Headline(Sentence(text, tuple(measured)), tuple((part, cell) for part, cell in segments if part))
+
+
+def broken(table: pd.DataFrame, rows: Iterable[MapRow], across: str, of: str = "operand") -> Sentence:
+    """Which tensors have no value because of NaN or Inf, in the order of the network; empty if there are none.
+    table: `Map.table`."""
+    count = int(table["broken"].sum())
+    if not count:
+        return Sentence()
+    names = []
+    own = with_rows(table[table["broken"] > 0])
+    for row in rows:
+        columns = sorted(own.loc[own["row"] == row.key, across])
+        names += [_where(label(row), run, across) for run in _neighbors(columns)]
+    which = evidence.listed([*dict.fromkeys(names)])
+    have = f"{counted(count, of)} {'has' if count == 1 else 'have'}"
+    return evidence.say("{have} NaN or Inf in place of a value: {which}.", have=have, which=which)
 
 
 def _groups(bad: pd.DataFrame, rows: list[MapRow], across: str) -> list[StandingOut]:

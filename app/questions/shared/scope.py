@@ -138,21 +138,14 @@ def scope_of(opened: Catalog, where: Filter) -> str:
 
 def default_format(opened: Catalog, where: Filter, as_used: bool = False) -> str:
     """The format that is shown where none is chosen: that of the run in question, or for a run that rounds nothing the
-    scored format with the fewest bits per value. "" where nothing is scored. as_used: of a run that rounds at least
-    half of its operands, USED."""
-    if as_used and opened.kept(("rounds most", where), lambda: _rounds_most(opened, where)):
+    scored format with the fewest bits per value. "" where nothing is scored. as_used: of a run that rounds any operand,
+    USED, which alone shows all that the run rounded."""
+    within = scoped(opened, where, scored=True)
+    if as_used and opened.kept(("formats used", within), lambda: opened.formats_used(within)):
         return USED
     scored = first_formats(opened, where) or first_formats(opened)
-    formats = {spec for spec in _formats_of(opened, scoped(opened, where, scored=True)) if spec in scored}
+    formats = {spec for spec in _formats_of(opened, within) if spec in scored}
     return next((spec for spec in scored if spec in formats), next(iter(scored), ""))
-
-
-def _rounds_most(opened: Catalog, where: Filter) -> bool:
-    """Whether the run in question rounds at least half of its operands."""
-    within = scoped(opened, where, scored=True)
-    operands = opened.operands(within)
-    rounded = operands.loc[operands["format"].notna(), "tensors"].sum()
-    return bool(operands["tensors"].sum() <= 2 * rounded and opened.formats_used(within))
 
 
 def _formats_of(opened: Catalog, where: Filter) -> list[str]:
