@@ -129,7 +129,7 @@ def test_values_that_were_not_kept(tmp_path: Path):
         first, second = sorted(ids(opened))
         drawn = plots.pair(opened, tensor=first, other=second)
         assert not drawn.items and len(drawn.problems) == 1 and "were not kept" in drawn.problems[0]
-        assert "No other run, iteration or layer has this operand" in plots.pair(opened, tensor=first).problems[0]
+        assert "No other run, iteration or layer has this tensor" in plots.pair(opened, tensor=first).problems[0]
         assert "same tensor" in plots.pair(opened, tensor=first, other=first).problems[0]
         unknown = View("tensor", {"view": ["pair"], "tensor": [first], "other": ["nope/x"]}).draw(opened)
         assert not unknown.items and "'nope/x', which does not exist" in unknown.problems[0]

@@ -14,6 +14,7 @@ import torch
 
 from binade.app.figure import Drawn
 from binade.app.params import Interval, Range, read, texts_of
+from binade.app.questions.shared.axes import CHANNEL, TOKEN, Axes
 from binade.app.questions.shared.rounded import subject
 from binade.app.questions.shared.selection import SelectedTensor
 from binade.app.questions.why import question as why
@@ -32,6 +33,10 @@ class Alone(SelectedTensor):
     @property
     def labels(self) -> dict[str, str]:
         return {"t": "L1 fc1 input"}
+
+    @property
+    def axes(self) -> Axes:
+        return Axes(TOKEN, CHANNEL, tuple(self.x.shape[:-1]), (TOKEN,))
 
 
 def drawn_why(x: torch.Tensor, spec: str, dim: int = -1, **values: Any) -> Drawn:

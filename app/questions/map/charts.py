@@ -59,18 +59,20 @@ def shade(values: pd.Series, measure: Measure, difference: bool) -> pd.Series:
 
 
 def atlas(
-    table: pd.DataFrame, rows: list[MapRow], across: str, measure: Measure, difference: bool, title: style.Title
-) -> Chart:
+    table: pd.DataFrame, rows: list[MapRow], across: str, measure: Measure, difference: bool, title: style.Title,
+    of: str,
+) -> Chart:  # fmt: skip
     """Chart of compute.cells with shade and label: one heat map per GEMM, two side by side."""
     columns = sorted(table[across].unique().tolist())
     by_gemm = ([row for row in rows if row.gemm == gemm] for gemm in (*GEMMS, OTHER))
-    parts = [_heat(table, operands, columns, across, measure, difference) for operands in by_gemm if operands]
+    parts = [_heat(table, operands, columns, across, measure, difference, of) for operands in by_gemm if operands]
     return plot.grid(title, parts, 2)
 
 
 def _heat(
-    table: pd.DataFrame, rows: list[MapRow], columns: list[int], across: str, measure: Measure, difference: bool
-) -> Chart:
+    table: pd.DataFrame, rows: list[MapRow], columns: list[int], across: str, measure: Measure, difference: bool,
+    of: str,
+) -> Chart:  # fmt: skip
     names, values = [label(row) for row in rows], table["value"]
     table = table[table["gemm"] == rows[0].gemm]
     shown = table.assign(operand=table["row"].map(dict(zip((row.key for row in rows), names, strict=True))))
@@ -82,7 +84,7 @@ def _heat(
         "rect", shown, stroke="#ffffff", strokeWidth=0.6, x=plot.ordinal(across, word, ticks=False),
         y=plot.names("operand", names, 200, {"labelOverlap": False, "labelFontSize": 11}),
         color=plot.ramp("shade", look, domain=ends, range=style.DIVERGING if difference else HEAT),
-        tips={"operand": "operand", across: word, "label": measure.axis, "tensors": ("tensors", ",")},
+        tips={"operand": of, across: word, "label": measure.axis, "tensors": ("tensors", ",")},
     )  # fmt: skip
     size: plot.Look = {"width": max(260, min(520, CELL * len(columns))), "height": ROW * len(names)}
     return plot.layers(style.small_title(TITLES[rows[0].gemm]), "", cells, **size)

@@ -52,6 +52,11 @@ HUGE = 1e300  # stands for infinity, between which and a number pandas finds no 
 EXTREMES = 0.01  # of the blocks at each end that the spread of scales leaves out
 
 
+def of(metric: str) -> str:
+    """What the cells of a metric are of: operands, or the results that products are shown by."""
+    return "result" if metric in (RESULT, EFFECT, PARITY) else "operand"
+
+
 @dataclass(frozen=True)
 class MapRow:
     """An operand of a GEMM in all layers. product: its module, or QK or PV; expert: "" for all together."""

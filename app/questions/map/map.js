@@ -71,7 +71,7 @@ function drawMap(root, state) {
     const blocks = data.blocks.map(block => drawBlock(state, block));
     const panel = element('aside', { class: 'panel', 'aria-live': 'polite' });
     const grid = element('div', { class: `grid blocks${many}`, tabindex: 0, role: 'application',
-        'aria-label': `${data.metric} by operand and ${data.word}` }, ...blocks, panel);
+        'aria-label': `${data.metric} by ${data.of} and ${data.word}` }, ...blocks, panel);
     grid.onkeydown = event => onKey(root, state, event);
     const link = (text, id) => id ? element('button', { type: 'button', class: 'link', text, onclick: () => choose(root, state, id, 0) })
         : document.createTextNode(text);
@@ -234,7 +234,7 @@ function onKey(root, state, event) {
     }
 }
 
-const KEYS = 'Keys: ← → layer · ↑ ↓ operand · Enter open · [ ] exceptions · Esc close';
+const KEYS = 'Keys: ← → layer · ↑ ↓ row · Enter open · [ ] exceptions · Esc close';
 
 function drawExceptions(root, state, place) {
     const { exceptions, count, words, pin } = state.data;

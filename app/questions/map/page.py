@@ -122,7 +122,7 @@ def _show(opened: Catalog, view: View, reading: Reading) -> None:
         if chart := view.draw(opened).get("map"):
             show_items.draw(chart, pin=False)
         layout.open_tensor(show_items.table(places(map_)), view)
-        show_items.table(Table("kinds", map_.kinds, columns_of(map_.measure)))
+        show_items.table(Table("kinds", map_.kinds, columns_of(map_)))
 
 
 def _across() -> None:
@@ -171,6 +171,7 @@ def _data(opened: Catalog, map_: Map) -> dict[str, Any]:
         "metric": map_.title,
         "definition": f"{measure.label}: {measure.definition}",
         "word": "layer" if map_.across == LAYER else "iteration",
+        "of": map_.of,
         "columns": columns,
         "blocks": blocks,
         "legend": charts.legend(measure, table["value"], map_.diverging),

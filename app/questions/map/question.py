@@ -99,7 +99,7 @@ class Map:
     @property
     def of(self) -> str:
         """What its cells are of."""
-        return "result" if self.measure.key == RESULT else "operand"
+        return compute.of(self.measure.key)
 
     @property
     def diverging(self) -> bool:
@@ -158,7 +158,7 @@ def map_of(opened: Catalog, where: Filter, values: dict[str, Any]) -> Map | str:
         return _nothing(opened, where, metric, fmt)
     if table["value"].isna().all():
         if table["broken"].any():
-            return str(broken(table, compute.rows_of(table), across, "result" if metric == RESULT else "operand"))
+            return str(broken(table, compute.rows_of(table), across, compute.of(metric)))
         return f"{measure.label} is not known for any of these tensors: choose another metric, such as absmax."
     against = values["versus"] or ""
     if against:
@@ -299,14 +299,14 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     definition = f"{measure.label}: {measure.definition}{several}."
     figure = Figure(
         "map",
-        charts.atlas(map_.table, map_.rows, map_.across, measure, map_.diverging, title),
+        charts.atlas(map_.table, map_.rows, map_.across, measure, map_.diverging, title, map_.of),
         map_.table.drop(columns=["shade"]),
         f"{source(map_.where, f'{len(map_.table):,} cells')}\n{definition}",
         note=definition,
         height=charts.height(map_.rows),
     )
     answer = verdict(opened, map_)
-    tables = places(map_), Table("kinds", map_.kinds, columns_of(measure))
+    tables = places(map_), Table("kinds", map_.kinds, columns_of(map_))
     left_out = (map_.left_out,) * bool(map_.left_out)
     return Drawn((figure, ranked(map_, scope), *tables), answer, left_out, used_by(map_))
 
@@ -331,7 +331,7 @@ def places(map_: Map) -> Table:
     table = map_.worst_first
     columns = {
         "rank": Column("Rank"),
-        "place": Column("Operand"),
+        "place": Column(map_.of.capitalize()),
         "label": Column(map_.measure.label, align="right"),
         "tensors": Column("Tensors", "d"),
     }
@@ -339,13 +339,13 @@ def places(map_: Map) -> Table:
     return Table("places", frame, columns, height=min(38 + 35 * len(table), 420), choose="tensor_id")
 
 
-def columns_of(measure: Measure) -> dict[str, Column]:
+def columns_of(map_: Map) -> dict[str, Column]:
     def text(name: str) -> Callable[[pd.Series], str]:
-        return lambda row: measure.quantity(row[name])
+        return lambda row: map_.measure.quantity(row[name])
 
-    titles = (("value", f"{measure.label}, median"), ("low", "10%"), ("high", "90%"))
+    titles = (("value", f"{map_.measure.label}, median"), ("low", "10%"), ("high", "90%"))
     columns = {name: Column(title, text=text(name), align="right") for name, title in titles}
-    return {"kind": Column("Operand")} | columns | {"tensors": Column("Cells", "d")}
+    return {"kind": Column(map_.of.capitalize())} | columns | {"tensors": Column("Cells", "d")}
 
 
 def headline_of(opened: Catalog, map_: Map) -> Headline | None:

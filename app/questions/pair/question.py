@@ -18,7 +18,7 @@ from binade.app.questions.shared import distribution_charts, distributions, laws
 from binade.app.questions.shared.distributions import Distribution
 from binade.app.questions.shared.runs import given_names
 from binade.app.questions.shared.selection import Of, SelectedTensor, listed
-from binade.app.questions.why.charts import tokens_by_channels
+from binade.app.questions.why.charts import rows_by_columns
 from binade.app.questions.why.compute import rows_by_channels, taken
 from binade.app.questions.why.question import causes_of, facts, total_sqnr
 from binade.app.style import MEASURES
@@ -30,7 +30,7 @@ from binade.data.text import number_text
 from binade.quant import sketch
 
 NONE = (
-    "No other run, iteration or layer has this operand with its values on disk. Choose a tensor to compare this one "
+    "No other run, iteration or layer has this tensor with its values on disk. Choose a tensor to compare this one "
     "with."
 )
 OF_RUNS = ("run_id", "model", "size", "dataset", "recipe", "quant_type", "iteration")  # any of these may differ
@@ -132,10 +132,10 @@ def _sketch(d: Distribution) -> sketch.Sketch:
 
 
 def _heat(between: Between, selected: SelectedTensor, source: str) -> Figure:
-    """|a − b| by token and channel."""
+    """|a − b| by row and column."""
     rows, columns = rows_by_channels(selected.x).shape
     cells = taken((rows, columns))
-    chart = tokens_by_channels(between.cells, (rows, columns), cells, "Difference by token and channel", "a − b")
+    chart = rows_by_columns(between.cells, (rows, columns), cells, selected.axes, "a − b")
     caption = f"{source}\nlog2 of the largest |a − b| of each cell ({cells}); gray: no difference, NaN or Inf."
     return Figure("apart", chart, grid(between.cells), caption, note="Gray: no difference.", height=330, group="places")
 
@@ -199,7 +199,7 @@ PAIR = Question(
     text="How does it differ from another tensor?",
     title="Another tensor",
     icon=":material/compare_arrows:",
-    help="Statistics and distributions of two tensors, and their difference by token and channel",
+    help="Statistics and distributions of two tensors, and their difference, value by value",
     page="tensor",
     of=Of.TENSOR,
     view="pair",

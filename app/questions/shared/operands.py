@@ -11,7 +11,7 @@ from torch import Tensor
 from binade.app.params import Interval
 from binade.data.catalog import USED, Catalog, format_condition
 from binade.data.filter import Filter
-from binade.data.tensor_kinds import Gemm
+from binade.data.tensor_kinds import OPERANDS, PRODUCT_KINDS, Gemm
 from binade.quant.normal import normal_sqnr
 
 GEMMS = tuple(gemm.value for gemm in Gemm)
@@ -28,6 +28,13 @@ def along(x: Tensor, row: Mapping[Any, Any] | pd.Series, gemm: str) -> tuple[Ten
     if row["layer_type"] == "linear":
         return x.flatten(0, -2), 0
     return x, -2 if axis == -1 else -1
+
+
+def role_of(row: Mapping[Any, Any] | pd.Series) -> str:
+    """What a tensor is of its own GEMM, "operand" or "result"."""
+    kind = PRODUCT_KINDS.get((row["layer_type"], row["tensor_name"]))
+    of_result = pd.isna(row["contracted_axis"]) if kind is None else kind.observed in OPERANDS
+    return "result" if of_result else "operand"
 
 
 def operand(tensor_id: str | None, gemm: object) -> dict[str, str | None]:
@@ -50,7 +57,7 @@ def scores_in(opened: Catalog, tensor_id: str, gemm: str) -> pd.DataFrame:
 
 
 def gemms_of(opened: Catalog, row: pd.Series) -> tuple[str, ...]:
-    """The GEMMs that take a tensor, as far as it was scored in them, its own first."""
+    """The GEMMs that take a tensor, as far as it was scored in them, or the one that computes it, its own first."""
     recorded = [] if pd.isna(row["gemm"]) else [str(row["gemm"])]
     scored = opened.scores_of([str(row["tensor_id"])])["gemm"].dropna()
     return tuple(dict.fromkeys([*recorded, *(gemm for gemm in GEMMS if gemm in set(scored))]))

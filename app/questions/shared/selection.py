@@ -7,13 +7,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cached_property
 from typing import Any
 
 import pandas as pd
 from torch import Tensor
 
 from binade.app.figure import Drawn, source
-from binade.app.questions.shared.operands import along, gemms_of, operand, ranked_tensors, scores_in
+from binade.app.questions.shared.axes import Axes, axes_of
+from binade.app.questions.shared.operands import along, gemms_of, operand, ranked_tensors, role_of, scores_in
 from binade.app.questions.shared.rounded import NOT_RECORDED, Recorded, Subject, applied, subject
 from binade.app.questions.shared.runs import given_names
 from binade.app.questions.shared.scope import scope_of, scoped
@@ -58,12 +60,12 @@ class Board(Selection):
 
 @dataclass(frozen=True, kw_only=True)
 class SelectedTensor(Selection):
-    """One tensor as the operand of a GEMM.
+    """One tensor as the operand, or the result, of a GEMM.
 
     row       in the index
     x         its values; as the operand of a linear layer's other GEMM, all tokens in the first axis
     spec      that it is rounded to
-    gemm      that takes it; "" if none is known
+    gemm      that takes or computes it; "" if none is known
     dim       the axis that this GEMM contracts; the last axis of a result, which no GEMM contracts
     recorded  how this GEMM rounded it, and the SQNR that this gave
     """
@@ -85,14 +87,18 @@ class SelectedTensor(Selection):
         """The labels of the tensors that can be selected, by id; this one is among them."""
         return listed(self.opened, self.where, self.row["tensor_id"])
 
+    @cached_property
+    def axes(self) -> Axes:
+        return axes_of(self.opened, self.row)
+
     @property
     def shape(self) -> str:
         return " × ".join(f"{n:,}" for n in self.x.shape) or "scalar"
 
     def source(self, note: str = "exact") -> str:
         """The first line of a caption."""
-        operand = f", operand of {self.gemm}" if self.gemm else ""
-        what = f"{self.label}{operand}, {self.shape}, {self.row['dtype']}, {self.row['tensor_id']}"
+        role = f", {role_of(self.row)} of {self.gemm}" if self.gemm else ""
+        what = f"{self.label}{role}, {self.shape}, {self.row['dtype']}, {self.row['tensor_id']}"
         return source(None, f"{what} ({note})")
 
     @property
@@ -130,7 +136,8 @@ def _tensor(opened: Catalog, where: Filter, values: Mapping[str, Any]) -> Select
     row = opened.rows_of([tensor_id]).iloc[0]
     gemm, known = values.get("gemm") or "", gemms_of(opened, row)
     if gemm and gemm not in known:
-        of = f"an operand of {' and '.join(known)}" if known else "no operand"
+        role = role_of(row)
+        of = f"{'an' if role == 'operand' else 'a'} {role} of {' and '.join(known)}" if known else "no operand"
         return Drawn(problems=(f"{tensor_id} is {of}, and not of {gemm}: choose another GEMM.",))
     gemm = gemm or next(iter(known), "")
     part, dim = along(x, row, gemm)

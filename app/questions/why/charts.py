@@ -1,4 +1,4 @@
-"""A tensor over a format's codebook, by channel and by token."""
+"""A tensor over a format's codebook, by column and by row."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from binade.app import plot, style
 from binade.app.figure import Chart
 from binade.app.params import Interval
 from binade.app.questions.shared.distribution_charts import explained
+from binade.app.questions.shared.axes import Axes
 from binade.app.questions.shared.heatmap import heatmap
 from binade.app.questions.why import compute
 from binade.data.evidence import SHARE
@@ -119,12 +120,13 @@ def error_by_binade(table: pd.DataFrame, spec: Spec, edges: tuple[float, float],
 
 
 def channels(
-    table: pd.DataFrame, title: str, subtitle: str | list[str], chosen: int | None = None, clickable: bool = True
-) -> Chart:
+    table: pd.DataFrame, title: str, subtitle: str | list[str], axes: Axes, chosen: int | None = None,
+    clickable: bool = True,
+) -> Chart:  # fmt: skip
     """A bar for each channel: the largest magnitude, from compute.channels, or the number of values in a range, from
     Held.by_channel. chosen: the first channel of the bar that is marked."""
     runs = bool((table["last"] > table["channel"]).any())
-    tips: dict[str, plot.Tip] = {"channel": ("channels from" if runs else "channel", ",")}
+    tips: dict[str, plot.Tip] = {"channel": (f"{axes.columns} from" if runs else axes.column, ",")}
     tips |= {"last": ("to", ",")} if runs else {}
     if "absmax" in table:
         y = plot.y("absmax", "absmax")
@@ -132,7 +134,7 @@ def channels(
     else:
         y = plot.y("values", "values in the range", {"tickMinStep": 1})
         tips |= {"values": ("values in the range", ","), "of": ("of", ",")}
-    x = plot.x("channel", "channel (last axis)", domain=[0, float(table["last"].max()) + 1], nice=False)
+    x = plot.x("channel", axes.titles[0], domain=[0, float(table["last"].max()) + 1], nice=False)
     look: plot.Look = {"color": style.FINE, "choose": "channel" if clickable else ""}
     ends = table.assign(end=table["last"] + 1)
     if chosen is None:
@@ -143,27 +145,26 @@ def channels(
     return plot.layers(title, subtitle, rule, plot.steps(ends, x, "end", y, tips=tips, **look))
 
 
-def tokens_by_channels(
-    values: np.ndarray,
-    shape: tuple[int, int],
-    subtitle: str | list[str],
-    title: str = "Magnitude by token and channel",
-    of: str = "value",
+def rows_by_columns(
+    values: np.ndarray, shape: tuple[int, int], subtitle: str | list[str], axes: Axes, of: str = ""
 ) -> Chart:
-    """A heatmap of log2 of the largest magnitude of each cell of compute.pooled; cells of zeros are gray."""
+    """A heatmap of log2 of the largest magnitude of each cell of compute.pooled, or of a difference `of` two; cells of
+    zeros are gray."""
     with np.errstate(divide="ignore"):
         log2 = np.log2(values)
     log2 = np.where(np.isfinite(log2), log2, np.nan)
-    missing = "zero or not finite"
-    return heatmap(log2, style.title(title, subtitle), *_axes(shape), f"log₂ |{of}|", missing=missing)
+    title = style.title(f"{'Difference' if of else 'Magnitude'} by {axes.by}", subtitle)
+    return heatmap(log2, title, *_axes(axes, shape), f"log₂ |{of or 'value'}|", missing="zero or not finite")
 
 
-def range_by_cell(share: np.ndarray, shape: tuple[int, int], words: str, subtitle: str | list[str]) -> Chart:
+def range_by_cell(
+    share: np.ndarray, shape: tuple[int, int], words: str, subtitle: str | list[str], axes: Axes
+) -> Chart:
     """A heatmap of the share of each cell's values that lie in a range, from Held.by_cell: not zero everywhere."""
-    title = style.title(f"Share of values in {words} by token and channel", subtitle)
+    title = style.title(f"Share of values in {words} by {axes.by}", subtitle)
     limits = 0.0, float(np.nanmax(share)) * 100
-    return heatmap(share * 100, title, *_axes(shape), "% of values", limits, missing="not in the sample")
+    return heatmap(share * 100, title, *_axes(axes, shape), "% of values", limits, missing="not in the sample")
 
 
-def _axes(shape: tuple[int, int]) -> tuple[tuple[str, int], tuple[str, int]]:
-    return ("channel (last axis)", shape[1]), ("token (the other axes)", shape[0])
+def _axes(axes: Axes, shape: tuple[int, int]) -> tuple[tuple[str, int], tuple[str, int]]:
+    return (axes.titles[0], shape[1]), (axes.titles[1], shape[0])

@@ -1,4 +1,4 @@
-"""A tensor against a format's codebook, by channel and by token."""
+"""A tensor against a format's codebook, by column and by row, which are channels and tokens of most tensors."""
 
 from __future__ import annotations
 
@@ -108,12 +108,12 @@ def code_magnitudes(element: Element) -> np.ndarray:
 
 
 def rows_by_channels(x: Tensor) -> Tensor:
-    """[tokens, channels]: the last axis is the channel."""
+    """[rows, columns]: the last axis is that of the columns. `axes.Axes` says what they are."""
     return x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1)
 
 
 def pooled(x: Tensor, rows: int = MAX_SIDE, columns: int = MAX_SIDE) -> np.ndarray:
-    """The largest magnitude of each cell of a grid over [tokens, channels], float32, at most rows × columns; NaN
+    """The largest magnitude of each cell of a grid over [rows, columns], float32, at most rows × columns; NaN
     shows."""
     matrix = rows_by_channels(x.detach())
     if not matrix.numel():

@@ -1,4 +1,4 @@
-"""Why does it lose precision? Magnitudes over the codebook, channels, tokens."""
+"""Why does it lose precision? Magnitudes over the codebook, by column and by row."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from binade.app.control import Control
 from binade.app.figure import Column, Drawn, Facts, Figure, Item, Table, Text, grid
 from binade.app.params import Interval, Range, Whole
 from binade.app.questions.question import AS_OPERAND, Question
+from binade.app.questions.shared.axes import KEY, Axes
 from binade.app.questions.shared.rounded import Subject, about_format, coordinates
 from binade.app.questions.shared.selection import Of, SelectedTensor
 from binade.app.questions.shared.unscaled import with_scale, with_scale_it_has
@@ -28,15 +29,15 @@ from binade.quant.statistics import outlier_ratio
 from binade.quant.transform import mean_energy
 
 LARGE = 1 << 24  # values whose outliers take too long to count
-NAMED = 0.1  # the share of the error from which a value, channel or token is named
+NAMED = 0.1  # the share of the error from which a value, column or row is named
 VALUE = Measure("value", "Value", "")
 PART = Measure("share", "Share", "%")  # of a range, which may hold little
 RANGE = Control(
     name="range", label="Range of magnitudes", param=Range(), inline=True,
-    help="log₂ of |value / scale|, from low up to but not including high: which channels, tokens and blocks hold it",
+    help="log₂ of |value / scale|, from low up to but not including high: which rows, columns and blocks hold it",
 )  # fmt: skip
 CHANNEL = Control(
-    name="channel", label="Channel", param=Whole(0, 10**9), inline=True,
+    name="channel", label="Channel or column", param=Whole(0, 10**9), inline=True,
     help="Index along the last axis: the histogram is of its values only",
 )  # fmt: skip
 
@@ -45,10 +46,12 @@ CHANNEL = Control(
 class Chosen:
     """The parts of a tensor that are linked; None where nothing is chosen.
 
+    axes         what its rows and columns are
     range, held  the magnitudes, and where they are
     bar, of      the first and last channel of the bar that is chosen, and the mask of their values
     """
 
+    axes: Axes
     range: Interval | None = None
     held: compute.Held | None = None
     bar: tuple[int, int] | None = None
@@ -66,7 +69,8 @@ class Chosen:
     @property
     def channel(self) -> str:
         first, last = self.bar or (0, 0)
-        return f"channel {first:,}" if first == last else f"channels {first:,} to {last:,}"
+        words = self.axes.column, self.axes.columns
+        return f"{words[0]} {first:,}" if first == last else f"{words[1]} {first:,} to {last:,}"
 
 
 def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
@@ -82,7 +86,7 @@ def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
     sentence = say("In {spec}{sample}: SQNR {sqnr}", spec=str(selected.spec), sample=of_sample, sqnr=sqnr_of)
     verdict = together(
         Sentence(f"{sentence}{lost}.", (*sentence.evidence, *lost.evidence)),
-        say(selected.recorded.before(selected.spec)), by_cause(causes), contributors(causes),
+        say(selected.recorded.before(selected.spec)), by_cause(causes), contributors(causes, selected.axes),
     )  # fmt: skip
     if causes.shares[0] > 0 and (scaled := with_scale(selected.spec)):
         sqnr, _ = total_sqnr(selected, selected.rounded(scaled))
@@ -113,25 +117,26 @@ def _chosen(selected: SelectedTensor, subject: Subject, values: dict[str, Any]) 
     """(what is chosen, a sentence for each choice that is not possible)."""
     interval, channel, x = values.get("range"), values.get("channel"), selected.x
     if interval is None and channel is None:
-        return Chosen(), []
+        return Chosen(selected.axes), []
     if selected.spec.hadamard:
-        return Chosen(), [f"{selected.spec} rotates the values: no channel or range of magnitudes can be chosen."]
+        words = f"{selected.spec} rotates the values: no {selected.axes.column} or range of magnitudes can be chosen."
+        return Chosen(selected.axes), [words]
     token, channels = coordinates(x, selected.spec, selected.dim)
-    chosen, problems = Chosen(), []
+    chosen, problems, column = Chosen(selected.axes), [], selected.axes.column
     if interval is not None:
-        chosen = Chosen(interval, compute.held(subject, interval, token, channels))
+        chosen = Chosen(selected.axes, interval, compute.held(subject, interval, token, channels))
     if channel is not None:
         bars = compute.channel_bars(x.shape[-1] if x.dim() else 1)
         bar = bars[(bars["channel"] <= channel) & (bars["last"] >= channel)]
         if bar.empty:
-            problems.append(f"There is no channel {channel:,}: the last is {bars['last'].iloc[-1]:,}.")
+            problems.append(f"There is no {column} {channel:,}: the last is {bars['last'].iloc[-1]:,}.")
         else:
             first, last = (int(end) for end in bar.iloc[0])
             of = subject.blocks.valid & (channels >= first) & (channels <= last)
             if of.any():
                 chosen = replace(chosen, bar=(first, last), of=of)
             else:
-                problems.append(f"Channel {channel:,} is not in the sample.")
+                problems.append(f"{column.capitalize()} {channel:,} is not in the sample.")
     return chosen, problems
 
 
@@ -168,9 +173,9 @@ def by_cause(causes: ErrorCauses) -> Sentence:
     return together(sentence, other)
 
 
-def contributors(causes: ErrorCauses) -> Sentence:
-    """The value, and else the channel and the token, with a share of the squared error above NAMED; without one, the
-    channel with the largest share."""
+def contributors(causes: ErrorCauses, axes: Axes) -> Sentence:
+    """The value, and else the column and the row, with a share of the squared error above NAMED; without one, the
+    column with the largest share."""
     names = []
     for largest in causes.largest:
         share, token, channel = exact(SHARE, largest.share), largest.token, largest.channel
@@ -178,14 +183,18 @@ def contributors(causes: ErrorCauses) -> Sentence:
             continue
         if token is not None and channel is not None:
             value = exact(VALUE, largest.value)
-            text = "The value {value} of token {token}, channel {channel} holds {share} of the error."
-            return say(text, value=value, token=token, channel=channel, share=share)
-        place = f"Token {token:,}" if token is not None else f"Channel {channel:,}"
+            place = f"{axes.name_of(token)}, {axes.column} {channel:,}"
+            return say(
+                "The value {value} of {place} holds {share} of the error.", value=value, place=place, share=share
+            )
+        place = axes.name_of(token) if token is not None else f"{axes.column} {channel:,}"
+        place = place[:1].upper() + place[1:]
         names.append(say("{place} holds {share} of the error.", place=place, share=share))
     for largest in () if names else causes.largest:
         if largest.token is None and largest.channel is not None:
-            text = "The error is spread: the largest share of a channel is {share}, of channel {channel}."
-            names.append(say(text, share=exact(SHARE, largest.share), channel=largest.channel))
+            text = "The error is spread: the largest share of a {column} is {share}, of {column} {channel}."
+            share = exact(SHARE, largest.share)
+            names.append(say(text, column=axes.column, share=share, channel=largest.channel))
     return together(*names)
 
 
@@ -247,7 +256,7 @@ def _codebook(
     words = f"{about_format(selected.spec)}. Ticks beneath: its codes. Bars: share of {of}.{grey}"
     return Figure(
         "codebook", chart, table, caption, note=together(words, zero), height=400,
-        hint="Drag over a range to see which channels and tokens hold it.",
+        hint=f"Drag over a range to see which {selected.axes.columns} and {selected.axes.rows} hold it.",
         brush=brush, marked=chosen.range,
     )  # fmt: skip
 
@@ -263,14 +272,15 @@ def _where(selected: SelectedTensor, chosen: Chosen) -> Sentence:
     assert held
     if not held.values:
         return say("{range}: {counted}.", range=chosen.words, counted=_counted(held))
+    axes = chosen.axes
     pairs = zip(("channels", "tokens", "blocks"), (held.channels, held.tokens, held.blocks), strict=True)
     counts = {name: f"{count:,} of {of:,}" for name, (count, of) in pairs}
     where = say(
-        "{range}{sample}: {values} values, {share} of all, in {channels} channels, {tokens} tokens, {blocks} {what}; "
+        "{range}{sample}: {values} values, {share} of all, in {channels} {columns}, {tokens} {rows}, {blocks} {what}; "
         "they hold {squares} of the sum of squares.",
         range=chosen.words, sample=" (in the sample)" * (held.found.every > 1), values=held.values,
         share=exact(PART, held.values / held.of_values), squares=exact(PART, held.squares),
-        what="runs of 32 values" if not selected.spec.has_blocks else "blocks", **counts,
+        columns=axes.columns, rows=axes.rows, what="runs of 32 values" if not selected.spec.has_blocks else "blocks", **counts,
     )  # fmt: skip
     if chosen.of is None:
         return where
@@ -289,11 +299,12 @@ def _range_by_channel(selected: SelectedTensor, chosen: Chosen) -> Figure | None
     count, held = selected.x.shape[-1], chosen.held
     table = held.by_channel(count)
     run = compute.run_of(count)
-    taken = f" · each bar is the sum of {run} channels" if run > 1 else ""
+    taken = f" · each bar is the sum of {run} {chosen.axes.columns}" if run > 1 else ""
     caption = f"{selected.source(held.found.note or 'exact')}\nBars: {chosen.definition}"
-    subtitle = f"{_counted(held)} · {len(table) if run == 1 else count:,} channels{taken}"
+    subtitle = f"{_counted(held)} · {len(table) if run == 1 else count:,} {chosen.axes.columns}{taken}"
     marked = chosen.bar and chosen.bar[0]
-    chart = charts.channels(table, f"Values of {chosen.words} by channel", subtitle, marked)
+    title = f"Values of {chosen.words} by {chosen.axes.column}"
+    chart = charts.channels(table, title, subtitle, chosen.axes, marked)
     return Figure("channels", chart, table, caption, "", 330, "channel", CLICK, marked=marked, group="axes")
 
 
@@ -305,7 +316,7 @@ def _range_by_token(selected: SelectedTensor, chosen: Chosen) -> Figure:
     cell = compute.cell_of(shape)
     subtitle = f"of each cell of {cell[0]} × {cell[1]} values" if max(cell) > 1 else "one cell per value"
     subtitle += " · gray: not in the sample" if held.found.every > 1 else ""
-    chart = charts.range_by_cell(share, shape, chosen.words, subtitle)
+    chart = charts.range_by_cell(share, shape, chosen.words, subtitle, chosen.axes)
     caption = f"{selected.source(held.found.note or 'exact')}\nShare of each cell’s values: {chosen.definition}"
     return Figure("tokens", chart, grid(share), caption, height=330, group="axes")
 
@@ -344,31 +355,32 @@ def _channels(selected: SelectedTensor, bar: tuple[int, int] | None) -> Figure |
     table = compute.channels(selected.x)
     if table.empty or not selected.x.dim():
         return None
-    count = selected.x.shape[-1]
+    count, axes = selected.x.shape[-1], selected.axes
     run = compute.run_of(count)
-    taken = f" · each bar is the largest of {run} channels" if run > 1 else ""
+    taken = f" · each bar is the largest of {run} {axes.columns}" if run > 1 else ""
     finite = table.loc[np.isfinite(table["absmax"]), "absmax"]
     middle = float(finite.median()) if len(finite) > 1 else math.nan
     ratio = exact(MEASURES["hot_ratio"], finite.max() / middle) if middle > 0 else None
-    note = say("The largest channel is {ratio} times the median one.", ratio=ratio) if ratio else ""
-    caption = f"{selected.source()}\nabsmax: the largest magnitude over all tokens; the last axis is the channel."
+    text = "The largest {column} is {ratio} times the median one."
+    note = say(text, column=axes.column, ratio=ratio) if ratio else ""
+    caption = f"{selected.source()}\nabsmax: the largest magnitude over all {axes.rows}, by {axes.column}."
     clickable = not selected.spec.hadamard
-    title, marked = "Largest magnitude by channel", bar and bar[0]
-    chart = charts.channels(table, title, f"{count:,} channels{taken}", marked, clickable)
+    title, marked = f"Largest magnitude by {axes.column}", bar and bar[0]
+    chart = charts.channels(table, title, f"{count:,} {axes.columns}{taken}", axes, marked, clickable)
     choose = "channel" if clickable else None
     return Figure("channels", chart, table, caption, note, 330, choose, CLICK, marked=marked, group="axes")
 
 
 def tokens(selected: SelectedTensor) -> Figure | None:
-    """Its magnitudes by token and channel; None where it has no values."""
+    """Its magnitudes by row and column; None where it has no values."""
     matrix = compute.rows_by_channels(selected.x)
     if not matrix.numel():
         return None
     values = compute.pooled(selected.x)
     taken = compute.taken(matrix.shape)
-    chart = charts.tokens_by_channels(values, (matrix.shape[0], matrix.shape[1]), taken)
+    chart = charts.rows_by_columns(values, (matrix.shape[0], matrix.shape[1]), taken, selected.axes)
     caption = f"{selected.source()}\nlog2 of the largest magnitude of each cell ({taken}); gray: zero or not finite."
-    note = "Outlier channels appear as bright columns."
+    note = "" if selected.axes.column == KEY else "Outlier channels appear as bright columns."
     return Figure("tokens", chart, grid(values), caption, note=note, height=330, group="axes")
 
 
@@ -376,7 +388,7 @@ WHY = Question(
     text="Why do they lose precision?",
     title="In the format",
     icon=":material/search_insights:",
-    help="Magnitudes over the format’s codebook, channels, tokens",
+    help="Magnitudes over the format’s codebook, by channel and by token",
     page="tensor",
     of=Of.TENSOR,
     takes=AS_OPERAND,
