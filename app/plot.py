@@ -339,6 +339,12 @@ def facets(
     return chart.properties(title=style.title(title, ""))
 
 
+def apart(title: alt.TitleParams, charts: Sequence[Chart], columns: int) -> Chart:
+    """Charts side by side and below each other, each with colors of its own."""
+    drawn: alt.ConcatChart = alt.concat(*charts, columns=columns, spacing=40).properties(title=title)
+    return drawn.resolve_scale(color="independent", strokeDash="independent")
+
+
 def grid(title: alt.TitleParams, charts: Sequence[Chart], columns: int) -> Chart:
     """Charts side by side and below each other, of one color scale."""
     rows = [charts[index : index + columns] for index in range(0, len(charts), columns)]

@@ -15,10 +15,10 @@ from binade.app.questions.explore.question import REPORTED_BY
 from binade.app.questions.question import Question
 from binade.app.questions.registry import QUESTIONS
 from binade.app.questions.shared.selection import Of, worst
-from binade.app.report import runs
+from binade.app.report import overview, runs
 from binade.app.report.section import ReportTable, Section, slug
 from binade.app.view import View
-from binade.data.catalog import Catalog
+from binade.data.catalog import USED, Catalog
 from binade.data.filter import Filter
 
 FOLDERS = {"map": "heatmaps", "explore": "distributions", "recipes": "comparisons", "attention": "attention_maps"}
@@ -30,11 +30,16 @@ CHOSEN = ("normality", "drift", "pair")  # compare a tensor with one that must b
 
 
 def contributions(opened: Catalog, where: Filter, command: str) -> Iterator[Section]:
-    """The report of a filter's selection, which must not be empty. command: the command line that made the report."""
+    """The report of a filter's selection, or of the losses of a root without tensors. command: the command line that
+    made the report."""
+    recorded = bool(opened.totals(where).tensors)
     for question in QUESTIONS:
         before: dict[str, pd.DataFrame] = {}
-        for view in views(opened, where, question):
-            yield _section(opened, question, view, before)
+        for view in views(opened, where, question) if recorded else losses_views(question):
+            section = _section(opened, question, view, before)
+            yield from overview.divided(question.name, section)
+    if recorded:
+        yield overview.statistics(opened, where, divided_by(opened, where))
     yield runs.section(opened, runs.selected(opened, where))
     yield runs.definitions()
     yield runs.made_with(command)
@@ -45,15 +50,27 @@ def folder(question: Question) -> str:
     return FOLDERS.get(question.name, question.name)
 
 
+def losses_views(question: Question) -> list[View]:
+    """The views of a question in a root that has losses alone."""
+    return [View(question.page, {PART: [question.view]})] if question.empty else []
+
+
+def divided_by(opened: Catalog, where: Filter) -> tuple[str, ...]:
+    """The fields of REPORTED_BY that divide the selection, and quant_type."""
+    facets = opened.facets(where)
+    return tuple(by for by in REPORTED_BY if by == "quant_type" or len(_chosen(facets, where, by)) > 1)
+
+
 def views(opened: Catalog, where: Filter, question: Question) -> list[View]:
-    """The views of a question: in each format if it depends on one, of the tensor that loses most in it."""
+    """The views of a question: as used if the runs round anything, and in each format, if it depends on one; of the
+    tensor that loses most in it."""
     part = View(question.page, {PART: [question.view]}).filtered(where)
     if question.name == "explore":
-        raw, facets = part.changed(values=RAW), opened.facets(where)
-        return [raw.changed(by=by) for by in REPORTED_BY if by == "quant_type" or len(_chosen(facets, where, by)) > 1]
+        return [part.changed(values=RAW, by=by) for by in divided_by(opened, where)]
     formats = first_formats(opened, where)
+    shown = (*[USED] * bool(opened.formats_used(where)), *formats)
     if question.name == "map":
-        of_formats = [part.changed(metric=metric, format=fmt) for fmt in formats for metric in OF_FORMAT]
+        of_formats = [part.changed(metric=metric, format=fmt) for fmt in shown for metric in OF_FORMAT]
         return [*of_formats, *(part.changed(metric=metric) for metric in OF_VALUES)]
     if question.of is not Of.TENSOR:
         return [part.changed(format=fmt) for fmt in formats] if "format" in question.scope and formats else [part]
@@ -65,7 +82,7 @@ def views(opened: Catalog, where: Filter, question: Question) -> list[View]:
         within = replace(where, tensor_name=tuple(names))
         if not names or not opened.totals(within).tensors:
             return []
-    operands = [(fmt, *worst(opened, within, fmt)) for fmt in formats or ("",)]
+    operands = [(fmt, *worst(opened, within, fmt)) for fmt in shown or ("",)]
     return [part.changed(format=fmt, tensor=tensor, gemm=gemm) for fmt, tensor, gemm in operands]
 
 

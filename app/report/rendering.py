@@ -36,6 +36,17 @@ class RenderError(RuntimeError):
     """A chart could not be drawn. The message says why."""
 
 
+SCALE = 1.5  # pixels of a PNG per pixel of an SVG
+
+
+def as_png(svg: str) -> bytes:
+    """A picture as PNG."""
+    import vl_convert  # not above: the process that renders imports it before anything else
+
+    png: bytes = vl_convert.svg_to_png(svg, scale=SCALE)
+    return png
+
+
 class Picture(NamedTuple):
     """A drawn chart with its caption. embedded: what page.js draws and saves: JSON, compressed, as Base64."""
 

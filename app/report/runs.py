@@ -25,8 +25,10 @@ MAX_CONFIGS = 60
 
 
 def selected(opened: Catalog, where: Filter) -> pd.DataFrame:
-    """The rows of `Catalog.runs` that have a tensor in the selection."""
+    """The rows of `Catalog.runs` that have a tensor in the selection; all of them if there is no filter."""
     runs = opened.runs()
+    if where == Filter():
+        return runs
     counted = opened.moments(where, "run_id")["group"]
     return runs[runs["run_id"].isin(set(counted))]
 

@@ -1,13 +1,16 @@
 """binade report: every chart of a root or a filter as files, without a browser.
 
     draw/index.html            the report as one page
+    draw/quick_analysis.png    the values of all tensors, and those by quant type, layer type and operation
     draw/tensor_stats.txt, tensor_stats.json
-    draw/heatmaps/ …           the charts, a folder for each question: SVG, and their numbers as CSV
+    draw/distributions/ heatmaps/ comparisons/ attention_maps/ statistics/ …
+                               the charts, a folder for each question, and one for statistics: SVG, and their numbers
+                               as CSV
     draw/tables/ …             the tables as CSV
     draw/report.json           what was drawn from what, and the list of these files
 
-A session's report has pins/ and view/ instead of the questions' folders. --paper adds NAME-84mm.svg and .pdf to each
-chart.
+A root that has losses alone has no quick_analysis.png, and the folders of the questions about losses. A session's
+report has pins/ and view/ instead of these folders. --paper adds NAME-84mm.svg and .pdf to each chart.
 
 All files are made in a staging directory and then moved into place, index.html last. In a folder that exists, the files
 of an earlier report (its report.json names them) are replaced or removed. A file that no report wrote is never touched:
@@ -37,9 +40,10 @@ from binade.app import exports
 from binade.app.figure import WIDTH, Figure
 from binade.app.formatting import big, bytes_text
 from binade.app.questions.registry import QUESTIONS
-from binade.app.report import contents, sessions, stats
+from binade.app.report import contents, overview, sessions, stats
+from binade.app.report.overview import QUICK, STATISTICS
 from binade.app.report.page import of_page, page
-from binade.app.report.rendering import Paper, Picture, RenderError, Renderers
+from binade.app.report.rendering import Paper, Picture, RenderError, Renderers, as_png
 from binade.app.report.section import Section, merged
 from binade.app.sessions import notes, storage
 from binade.app.sessions.session import Session, SessionError
@@ -48,15 +52,17 @@ from binade.data.cache import ResultCache
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.open_index import OutdatedError
+from binade.data.run_table import losses_of
 from binade.data.store import locked, read_file, staging_directory, sweep_beside, write_atomic
 
 __all__ = ["RenderError", "ReportError", "ReportRequest", "SessionError", "UsageError", "no_room", "run"]
 
 REMEMBERED = 96 << 20  # bytes of answers and tensors that several charts are drawn from
 MANIFEST = "report.json"
-ALWAYS = (MANIFEST, "index.html", "tensor_stats.json", "tensor_stats.txt")  # in every report
+# In every report; the picture only in one of finite values.
+ALWAYS = (MANIFEST, "index.html", "tensor_stats.json", "tensor_stats.txt", f"{QUICK}.png")
 TABLES = "tables"
-FOLDERS = (*(contents.folder(question) for question in QUESTIONS), TABLES)
+FOLDERS = (*(contents.folder(question) for question in QUESTIONS), STATISTICS, TABLES)
 SESSION_FOLDERS = ("pins", "view", TABLES)
 Progress = Callable[[int, int, str], None]
 
@@ -123,11 +129,11 @@ def _unchanged(opened: Catalog) -> Iterator[None]:
 
 
 def _check(opened: Catalog, request: ReportRequest) -> None:
-    if not opened.totals().tensors:
+    if not opened.totals().tensors and not (request.where == Filter() and _has_losses(opened)):
         problem = "contains no recorded tensors" if opened.root.is_dir() else "does not exist"
         advice = "give a directory of runs with --tensor-save-dir, or collect a run with binade quick mxfp8"
         raise ReportError(f"{opened.root} {problem}: {advice}")
-    if not opened.totals(request.where).tensors:
+    if opened.totals().tensors and not opened.totals(request.where).tensors:
         raise ReportError(f"no tensor matches: {request.where.sentence()}; remove something from the filter")
     if not request.output.absolute().name:
         raise UsageError(f"{request.output} cannot be used for a report: choose a separate directory for --output")
@@ -135,6 +141,10 @@ def _check(opened: Catalog, request: ReportRequest) -> None:
         raise UsageError(
             f"{request.output} is a file: give --output a new folder, or one that contains an earlier report"
         )
+
+
+def _has_losses(opened: Catalog) -> bool:
+    return any(losses_of(opened, opened.runs()["run_id"]).values())
 
 
 def _written_before(output: Path) -> set[str]:
@@ -239,12 +249,20 @@ def _draw(opened: Catalog, request: ReportRequest, session: Session | None, file
             while len(waiting) > most:
                 path, figure, picture, papers = waiting.popleft()
                 drawn = picture.result()
-                files.write_figure(path, figure, drawn, {width: paper.result() for width, paper in papers.items()})
-                embedded[path] = drawn.embedded
+                if path == QUICK:
+                    files.write(f"{QUICK}.png", as_png(drawn.svg))
+                else:
+                    files.write_figure(path, figure, drawn, {width: paper.result() for width, paper in papers.items()})
+                    embedded[path] = drawn.embedded
                 done += 1
                 progress(done, max(total, expected), path)
 
         bundle = renderers.bundle()
+        recorded = not session and opened.totals(where).tensors
+        if quick := overview.quick_analysis(opened, where) if recorded else None:
+            picture = renderers.render(quick.spec | {"config": theme.config()}, quick.caption_svg, colors)
+            waiting.append((quick.name, quick, picture, {}))
+            total += 1
         for one in contributions:
             unmerged.append(one)
             figures = {f"{one.name}/{figure.name}": figure for figure in one.figures}

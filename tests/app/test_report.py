@@ -27,7 +27,7 @@ import torch
 
 from binade.app.figure import Figure
 from binade.app.questions.explore.question import EXPLORE
-from binade.app.report import contents, page, rendering, runs, writer
+from binade.app.report import contents, overview, page, rendering, runs, writer
 from binade.app.report.rendering import RenderError, Renderers
 from binade.app.report.section import Section
 from binade.app.report.tables import axis_of, shown
@@ -51,7 +51,8 @@ from tests.numbers import read
 pytestmark = pytest.mark.slow
 
 BARS = alt.Chart(pd.DataFrame({"a": [1]})).mark_bar().encode(x="a:Q")
-FOLDERS = ("distributions", "heatmaps", "attention_maps", "why", "codes")
+# What the Megatron fork's scripts look for, and pages of one tensor.
+FOLDERS = ("distributions", "heatmaps", "comparisons", "attention_maps", "statistics", "why", "codes")
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +124,7 @@ def tags(drawn: Path) -> Tags:
 def test_the_folder_holds_what_was_asked_for(drawn):
     output = drawn
     files = everything(output)
-    assert {"index.html", "tensor_stats.txt", "tensor_stats.json", "report.json"} <= files
+    assert {"index.html", "quick_analysis.png", "tensor_stats.txt", "tensor_stats.json", "report.json"} <= files
     for folder in FOLDERS:
         assert any(name.startswith(f"{folder}/") and name.endswith(".svg") for name in files), folder
     assert set(json.loads((output / "report.json").read_text())["files"]) == files
@@ -135,6 +136,36 @@ def test_the_folder_holds_what_was_asked_for(drawn):
             tree = ElementTree.fromstring((output / name).read_bytes())
             found = {element.tag.rpartition("}")[2] for element in tree.iter()}
             assert "path" in found and not {"script", "img", "foreignObject"} & found, name
+
+
+def test_quick_analysis_has_the_values_of_all_tensors_and_of_each_group(root):
+    """The share of the values above 1 in each group, against the tensors' own values."""
+    with Catalog.open(root) as opened:
+        quick = overview.quick_analysis(opened, Filter())
+    assert quick is not None
+    assert set(quick.table["by"]) == {"all", "quant_type", "layer_type", "operation"}
+    every = torch.cat([x.double().reshape(-1) for x, _ in tensors(1)])
+    every = every[every.isfinite()]
+    expected = {"all": every, "mxfp8 (4 tensors)": finite("mxfp8"), "mxfp4 (1 tensor)": finite("mxfp4")}
+    for group, values in expected.items():
+        bins = quick.table[(quick.table["group"] == group) & (quick.table["low"] >= 0)]
+        shown = (bins["share"] * (bins["high"] - bins["low"])).sum()
+        assert shown == pytest.approx(float((abs(np.asarray(values)) >= 1).mean()), rel=1e-9), group  # an edge of bins
+    assert all("tensor" in group for group in quick.table.loc[quick.table["by"] != "all", "group"])
+
+
+def test_a_root_of_losses_alone_has_a_report(command, tmp_path, started, monkeypatch):
+    monkeypatch.setenv("TENSOR_SAVE_DIR", str(tmp_path / "root"))
+    for recipe, gap in (("bf16", 0.0), ("mxfp8", 0.1)):
+        file = tmp_path / f"{recipe}.csv"
+        file.write_text("step,loss\n" + "".join(f"{step},{5 - step / 9 + gap}\n" for step in range(20)))
+        assert command("import", str(file), "--recipe", recipe, "--model", "m", "--dataset", "d", "--seed", "1") == 0
+    assert make(tmp_path / "root", tmp_path / "draw")
+    files = everything(tmp_path / "draw")
+    assert "quick_analysis.png" not in files and "tensor_stats.json" in files
+    assert any(name.startswith("comparisons/") for name in files), files
+    with pytest.raises(writer.ReportError, match="no recorded tensors"):
+        make(tmp_path / "root", tmp_path / "other", layer_index=[1])
 
 
 def finite(quant_type: str) -> np.ndarray:

@@ -285,7 +285,8 @@ def _results(catalog: Catalog, where: Filter, across: str) -> pd.DataFrame:
         f"""
         SELECT gemm, {_product()} AS product, tensor_name AS tensor, NULL AS expert, {across},
                {quantiles("result_sqnr_db")}, count(*) AS tensors,
-               count(*) FILTER (isnan(result_sqnr_db) AND nans + infs > 0) AS broken, arg_min(tensor_id, result_sqnr_db) AS tensor_id
+               count(*) FILTER (isnan(result_sqnr_db) AND nans + infs > 0) AS broken,
+               arg_min(tensor_id, result_sqnr_db) AS tensor_id
         FROM tensor WHERE result_sqnr_db IS NOT NULL AND layer_index IS NOT NULL AND {condition} GROUP BY ALL
         ORDER BY ALL
         """,

@@ -11,8 +11,8 @@ import pandas as pd
 from binade.app import plot, style
 from binade.app.figure import Chart
 from binade.app.params import Interval
-from binade.app.questions.shared.distribution_charts import explained
 from binade.app.questions.shared.axes import Axes
+from binade.app.questions.shared.distribution_charts import explained
 from binade.app.questions.shared.heatmap import heatmap
 from binade.app.questions.why import compute
 from binade.data.evidence import SHARE

@@ -280,7 +280,8 @@ def _where(selected: SelectedTensor, chosen: Chosen) -> Sentence:
         "they hold {squares} of the sum of squares.",
         range=chosen.words, sample=" (in the sample)" * (held.found.every > 1), values=held.values,
         share=exact(PART, held.values / held.of_values), squares=exact(PART, held.squares),
-        columns=axes.columns, rows=axes.rows, what="runs of 32 values" if not selected.spec.has_blocks else "blocks", **counts,
+        columns=axes.columns, rows=axes.rows,
+        what="runs of 32 values" if not selected.spec.has_blocks else "blocks", **counts,
     )  # fmt: skip
     if chosen.of is None:
         return where
