@@ -62,6 +62,7 @@ def _serve(
     proxy: str | None,
     operators: str | None,
     read_only: bool,
+    base_path: str,
 ) -> int:
     """Open the app on 127.0.0.1, or share it (docs/serving.md).
 
@@ -72,7 +73,7 @@ def _serve(
     from binade.app import sharing
     from binade.data import access
 
-    shared = sharing.sharing_of(host, port, allow_host, trust_proxy_header, proxy, login, operators)
+    shared = sharing.sharing_of(host, port, allow_host, trust_proxy_header, proxy, login, operators, base_path)
     runs = resolve_root(root)
     if problem := _cannot_bind(host, port):
         return fail(problem)
@@ -97,9 +98,11 @@ def _serve(
     # The tests validate every chart against Vega-Lite's schema; repeating it here takes longer than drawing.
     disable_debug_mode()
     server = Path(__file__).with_name("server.py")
-    print(f"Binade: http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+    print(f"Binade: http://{f'[{host}]' if ':' in host else host}:{port}{shared.base_path}", flush=True)
     try:
         options = ["--server.address", host, "--server.port", str(port), *_options(_settings())]
+        if shared.base_path:
+            options += ["--server.baseUrlPath", shared.base_path]
         if shared.header:
             options += ["--server.trustedUserHeaders", json.dumps({shared.header: sharing.USER})]
         cli.main(["run", str(server), *options], standalone_mode=False)
@@ -210,6 +213,12 @@ serve = Command(
             multiple=True,
             metavar="HOST[:PORT]",
             help="Also accept this host name, as the browser shows it: localhost:9000 with ssh -L 9000:localhost:8501",
+        ),
+        CliOption(
+            ["--base-path"],
+            default="",
+            metavar="PATH",
+            help="Path of the app's address behind a reverse proxy that keeps it in requests: /team/binade",
         ),
         CliOption(
             ["--login"],

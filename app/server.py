@@ -10,6 +10,7 @@ from starlette.routing import Route
 from streamlit.starlette import App
 
 from binade.app import downloads, reruns, sharing, users
+from binade.app.base_path import WithBasePath, WithoutBasePath
 from binade.app.guard import Guard
 from binade.app.one_address import OneAddress
 from binade.app.preloading import Preloading, import_pages
@@ -43,8 +44,10 @@ app = App(
     Path(__file__).with_name("main.py"),
     routes=[Route(downloads.ADDRESS, downloads.respond)],
     middleware=[
+        Middleware(WithoutBasePath, path=sharing.current.base_path),
         Middleware(Guard, sharing=sharing.current),
         Middleware(Preloading, importing=importing),
         Middleware(OneAddress),
+        Middleware(WithBasePath, path=sharing.current.base_path),
     ],
 )

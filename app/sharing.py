@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 
+from binade.app.base_path import base_path_of
 from binade.data.store import read_text
 from binade.data.text import describe
 
@@ -26,6 +27,7 @@ class Sharing:
     header     of the proxy at the address `proxy`, with the name of the user that it has authenticated; "": no proxy
     login      whether users sign in with Streamlit's OpenID Connect
     operators  the users who may change something; None: everybody
+    base_path  of the app's address behind a proxy, such as /team/binade; "" for none
     """
 
     hosts: tuple[str, ...] = ()
@@ -33,6 +35,7 @@ class Sharing:
     proxy: str = ""
     login: bool = False
     operators: frozenset[str] | None = None
+    base_path: str = ""
 
     @property
     def has_users(self) -> bool:
@@ -62,6 +65,7 @@ def sharing_of(
     proxy: str | None = None,
     login: bool = False,
     operators: str | None = None,
+    base_path: str = "",
 ) -> Sharing:
     """The Sharing for the options of `binade serve`; None where an option is not given. Raises SharingError if they
     would admit unauthenticated users or contradict each other."""
@@ -91,11 +95,17 @@ def sharing_of(
             "(docs/serving.md)"
         )
     host_names = () if address.is_unspecified or address.is_loopback else (f"[{host}]" if ":" in host else host,)
+    try:
+        path = base_path_of(base_path)
+    except ValueError:
+        raise SharingError(
+            f"--base-path {base_path}: expected a path of letters, digits and . _ ~ @ -, such as /team/binade"
+        ) from None
     hosts = (*loopback(port), *(name if port == 80 else f"{name}:{port}" for name in host_names), *allow_host)
     names = None if operators is None else _names(operators)
     if names is not None and not (login or header):
         raise SharingError("--operators needs named users: give --login or --trust-proxy-header as well")
-    return Sharing(tuple(name.lower() for name in hosts), header or "", proxy or "", login, names)
+    return Sharing(tuple(name.lower() for name in hosts), header or "", proxy or "", login, names, path)
 
 
 def _names(given: str) -> frozenset[str]:

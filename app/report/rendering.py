@@ -41,7 +41,7 @@ SCALE = 1.5  # pixels of a PNG per pixel of an SVG
 
 def as_png(svg: str) -> bytes:
     """A picture as PNG."""
-    import vl_convert  # not above: the process that renders imports it before anything else
+    import vl_convert
 
     png: bytes = vl_convert.svg_to_png(svg, scale=SCALE)
     return png

@@ -15,6 +15,7 @@ from binade.app import address, downloads
 from binade.app import show as show_items
 from binade.app.downloads import DownloadError
 from binade.app.formatting import bytes_text, plain
+from binade.app.pages.registry import PAGES
 from binade.app.report import writer
 from binade.app.sessions import draft, storage
 from binade.app.sessions import session as sessions
@@ -30,10 +31,17 @@ from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 
 
+def address_without_page(url: str) -> str:
+    """The address of the app by that of one of its pages: without the page's name and "/" at the end; "" for ""."""
+    parts = urlsplit(url)
+    above, _, page = parts.path.rstrip("/").rpartition("/")
+    path = above if page in (*PAGES, "home") else parts.path.rstrip("/")
+    return f"{parts.scheme}://{parts.netloc}{path}" if parts.netloc else ""
+
+
 def link_to(session_id: str) -> str:
     """The link that opens a session in this app, for reading."""
-    parts = urlsplit(st.context.url or "")
-    here = f"{parts.scheme}://{parts.netloc}" if parts.netloc else ""
+    here = address_without_page(st.context.url or "")
     return f"{here}/{draft.READ.page}?{urlencode({**draft.READ.to_query(), address.SESSION: session_id}, doseq=True)}"
 
 

@@ -71,7 +71,7 @@ def nginx(place: Path, port: int, app: str) -> Iterator[None]:
     conf.write_text("user root;\n" + CONF.format(place=place, port=port, app=app, proxy=PROXY))
     server = subprocess.Popen([shutil.which("nginx") or "nginx", "-p", place, "-c", conf])
     try:
-        until(lambda: _listens(port) or server.poll() is not None, "nginx")
+        until(lambda: listens(port) or server.poll() is not None, "nginx")
         assert server.poll() is None, (place / "error.log").read_text()
         yield
     finally:
@@ -79,7 +79,7 @@ def nginx(place: Path, port: int, app: str) -> Iterator[None]:
         server.wait()
 
 
-def _listens(port: int) -> bool:
+def listens(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
