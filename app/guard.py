@@ -1,17 +1,22 @@
 """Rejects requests for other host names, from other origins, that bypass the proxy, or that upload files without a
-page's request."""
+page's request, and closes websockets that send anything but Streamlit's messages."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
+from google.protobuf.message import DecodeError
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from streamlit.proto.BackMsg_pb2 import BackMsg
 
 from binade.app import downloads, uploads
 from binade.app.sharing import Sharing, address_of
 
+LOG = logging.getLogger(__name__)
+PROTOCOL_ERROR = 1002  # the code that closes a websocket
 HEADERS = {
     "Content-Security-Policy": "frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -42,8 +47,17 @@ class Guard:
         if websocket and refused:
             return await send({"type": "websocket.close", "code": 1008})
         if websocket:
+
+            async def received() -> Message:
+                message = await receive()
+                if message["type"] != "websocket.receive" or not (problem := _malformed(message)):
+                    return message
+                LOG.warning("A websocket was closed: %s", problem)
+                await send({"type": "websocket.close", "code": PROTOCOL_ERROR})
+                return {"type": "websocket.disconnect", "code": PROTOCOL_ERROR}
+
             try:
-                return await self.app(scope, receive, answer)
+                return await self.app(scope, received, answer)
             finally:
                 uploads.close_disconnected()
                 downloads.close_disconnected()
@@ -80,3 +94,15 @@ class Guard:
             return str(address_of((scope.get("client") or ("",))[0])) == self.sharing.proxy
         except ValueError:
             return False
+
+
+def _malformed(message: Message) -> str:
+    """What is wrong with a frame from a browser, or ""."""
+    data = message.get("bytes")
+    if data is None:
+        return "it sent text where a binary message of Streamlit is expected"
+    try:
+        BackMsg.FromString(data)
+    except DecodeError:
+        return f"it sent {len(data):,} bytes that are no message of Streamlit"
+    return ""

@@ -1,6 +1,6 @@
-"""Changes to Streamlit's sessions: they keep what a page's run has drawn when an automatic rerun overtakes its end,
-say whose session a thread draws for, ignore the reruns of a page that was left, forget the widgets of earlier pages,
-and are removed when nobody can return to them.
+"""Changes to Streamlit's sessions: they leave out values that a page's widgets cannot have sent, keep what a page's run
+has drawn when an automatic rerun overtakes its end, say whose session a thread draws for, ignore the reruns of a page
+that was left, forget the widgets of earlier pages, and are removed when nobody can return to them.
 
 Streamlit's `AppSession` answers a rerun of a fragment with a new ScriptRunner if the last one has ended, and ignores
 what the last one has sent but the event loop has not yet handled. On a busy server, the page's last elements and the
@@ -23,19 +23,29 @@ of the page that a user may just have clicked on.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from streamlit.components.v2.bidi_component.constants import EVENT_DELIM
+from streamlit.errors import StreamlitAPIException
+from streamlit.proto.WidgetStates_pb2 import WidgetState, WidgetStates
 from streamlit.runtime.app_session import AppSession, AppSessionState
 from streamlit.runtime.memory_session_storage import MemorySessionStorage
 from streamlit.runtime.scriptrunner.script_runner import ScriptRunner
 from streamlit.runtime.scriptrunner_utils.script_requests import RerunData
 from streamlit.runtime.scriptrunner_utils.script_run_context import get_script_run_ctx
 from streamlit.runtime.session_manager import SessionInfo
-from streamlit.runtime.state.session_state import STREAMLIT_INTERNAL_KEY_PREFIX, SessionState
+from streamlit.runtime.state.session_state import (
+    STREAMLIT_INTERNAL_KEY_PREFIX,
+    SessionState,
+    WidgetMetadata,
+    unpack_widget_state_value,
+)
 
 from binade.app.fair_queue import SESSION
 
+LOG = logging.getLogger(__name__)
 AGAIN = 0.01  # seconds
 SHOWN = "widgets_shown"  # the key in a session's state
 
@@ -85,6 +95,14 @@ def install(gone: Callable[[], object]) -> None:
 
     MemorySessionStorage.save = store_for_a_time  # type: ignore[method-assign]
 
+    will_rerun = SessionState.on_script_will_rerun
+
+    def rerun_with_readable(self: SessionState, fresh_widget_states: WidgetStates | None, **replayed: Any) -> None:
+        known = self._new_widget_state.widget_metadata
+        will_rerun(self, fresh_widget_states and _readable(fresh_widget_states, known), **replayed)
+
+    SessionState.on_script_will_rerun = rerun_with_readable  # type: ignore[method-assign]
+
     remove = SessionState._remove_stale_widgets
 
     def remove_with_callbacks(self: SessionState, active_widget_ids: frozenset[str]) -> None:
@@ -100,6 +118,26 @@ def install(gone: Callable[[], object]) -> None:
                 del known[widget]
 
     SessionState._remove_stale_widgets = remove_with_callbacks  # type: ignore[method-assign]
+
+
+def _readable(sent: WidgetStates, known: Mapping[str, WidgetMetadata[Any]]) -> WidgetStates:
+    """The values of widgets without those that a page's own widgets cannot have sent: of another kind, or that the
+    widget cannot read. One line of the log says how many were left out."""
+    readable = [state for state in sent.widgets if state.id not in known or _is_readable(state, known[state.id])]
+    if len(readable) == len(sent.widgets):
+        return sent
+    LOG.warning("The browser sent %d values that their widgets cannot have", len(sent.widgets) - len(readable))
+    return WidgetStates(widgets=readable)
+
+
+def _is_readable(state: WidgetState, known: WidgetMetadata[Any]) -> bool:
+    if state.WhichOneof("value") not in (None, known.value_type):
+        return False
+    try:
+        known.deserializer(unpack_widget_state_value(state))
+    except (TypeError, ValueError, LookupError, AttributeError, OverflowError, StreamlitAPIException):
+        return False
+    return True
 
 
 def _widget(id: str) -> str:
