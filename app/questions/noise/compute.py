@@ -8,9 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 import torch
+from torch import Tensor
 
 from binade.app.questions.results import compute as results_compute
 from binade.app.questions.shared.boards import PLACE
+from binade.app.questions.shared.rounded import Recorded
 from binade.app.questions.shared.runs import references_of
 from binade.app.questions.shared.scope import rounding, scoped
 from binade.app.style import MEASURES
@@ -23,6 +25,7 @@ from binade.data.store import TensorFileError
 from binade.quant.quantizer import apply
 from binade.quant.specs import Spec
 from binade.quant.traces import CHANCE_SAMPLE, EDGE_SAMPLE, edge_by_chance, sample_later
+from binade.quant.transform import transform, untransformed
 
 RATIO = 16  # a weight with at least this ratio is called oscillating: TetraJet-v2's default
 WINDOW = 50  # iterations that the ratio is summed over, TetraJet-v2's
@@ -113,35 +116,43 @@ def oscillating(places: pd.DataFrame) -> list[Named]:
 
 def edge_against_bf16(catalog: Catalog, where: Filter, places: pd.DataFrame) -> list[Named] | None:
     """The share of each of `places` at a bin's edge minus that of the same weight of the bf16 run on the same data, in
-    its last iteration, counted of the same values. None if a weight has no counterpart with values."""
+    its last iteration: the same values of both, on the grid that the GEMM rounded its own to. None if a weight has no
+    values or no counterpart with values."""
     measure, excesses = MEASURES["edge_excess"], []
-    rows = catalog.rows_of(places["tensor_id"].tolist()).set_index("tensor_id")
+    rows = catalog.rows_of(places["tensor_id"].tolist()).set_index("tensor_id", drop=False)
     for row in places.dropna(subset=["edge_excess"]).to_dict("records"):
         weight = rows.loc[row["tensor_id"]]
         references = references_of(catalog, where, [weight["run_id"]])
         twins = catalog.twins(row["tensor_id"]).dropna(subset=["path"])
         twin_of = dict(zip(twins["run_id"], twins["tensor_id"], strict=True))
         same = next((twin_of[run] for run in references if run in twin_of), None)
+        if same is None:
+            return None
         try:
-            x = catalog.load(same) if same else None
+            own, other = (_at_edge(catalog.load(name), weight) for name in (str(row["tensor_id"]), same))
         except (CatalogError, TensorFileError):
-            x = None
-        if x is None:
             return None
-        spec, dim = (
-            Spec.of(weight["format"]),
-            -1 if pd.isna(weight["contracted_axis"]) else int(weight["contracted_axis"]),
-        )
-        q, scales = apply(x, spec, dim, want_scales=True)
-        sample = sample_later(x, q, spec, scales, dim)
-        share = sample().at_bin_edge if sample else None
-        if share is None or math.isnan(share):
+        if math.isnan(own) or math.isnan(other):
             return None
-        mean = (row["at_bin_edge"] + share) / 2
-        error = math.sqrt(2 * mean * (1 - mean) / row["counted"])
-        excess = evidence.with_error(measure, row["at_bin_edge"] - share, error, row["counted"], "values")
-        excesses.append((row["place"], excess))
+        mean, counted = (own + other) / 2, min(int(weight["numel"]), EDGE_SAMPLE)
+        error = math.sqrt(2 * mean * (1 - mean) / counted)
+        excesses.append((row["place"], evidence.with_error(measure, own - other, error, counted, "values")))
     return excesses
+
+
+def _at_edge(x: Tensor, weight: pd.Series) -> float:
+    """The share of values at a bin's edge, rounded as a weight was by its own GEMM, by the weight's row in the index;
+    NaN if it cannot be repeated."""
+    spec, recorded = Spec.of(weight["format"]), Recorded.of(weight)
+    if recorded.problem(spec):
+        return math.nan
+    dim = -1 if pd.isna(weight["contracted_axis"]) else int(weight["contracted_axis"])
+    scale = recorded.used.tensor_scale if spec.history else None
+    absmax = None if scale is None else torch.tensor(scale, dtype=torch.float32)
+    coded = transform(x, spec, dim, recorded.used.sign_seed or 0) if spec.transforms else x
+    q, scales = apply(coded, untransformed(spec), dim, want_scales=True, absmax=absmax)
+    sample = sample_later(coded, q, spec, scales, dim, absmax)
+    return sample().at_bin_edge if sample else math.nan
 
 
 def edge_excess(places: pd.DataFrame) -> list[Named]:
