@@ -1,5 +1,11 @@
 """The view in the address bar. It is read at the start of each run of a page; widgets and links replace it by another
-view, and the page is drawn again from that."""
+view, and the page is drawn again from that.
+
+What a view leaves open, such as the run, is written into the address as it was resolved, so that the address shows the
+same later. The parameter RESOLVED names these. The session that wrote them ignores them when it reads the address,
+since its page follows a run that goes on; any other session reads them as if they had been chosen. history.js replaces
+an address by one that differs in these alone, so that Back does not meet both.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +14,16 @@ from typing import Any, NoReturn
 import streamlit as st
 
 from binade.app.pages.registry import PAGES
-from binade.app.view import OPERAND, SCOPE, View
+from binade.app.params import texts_of
+from binade.app.view import OPERAND, SCOPE, Reading, View
 from binade.data.filter import FIELDS, Filter
 
 VIEW = "shown_view"  # the view that the page shows, in the session's state
 SESSION = "session"  # the id of the open session: in the address, and in the session's state
+MOST_RESOLVED = 12  # runs or iterations that are written into the address
 LAST = "last_views"  # the last view of each page and of each part
+RESOLVED = "resolved"  # in an address: the names of parameters that the view leaves open, separated by commas
+OPEN = "open_parameters"  # (what the view has, the parameters that it leaves open as resolved), in the session's state
 GO = "to"  # in an address on the way to another page, which history.js replaces: the name of that page
 
 
@@ -21,7 +31,9 @@ def current(page: str) -> View:
     """The view of the address. On the way to another page, whose parameters it has, the page as it was shown last."""
     if st.query_params.get(GO, page) != page:
         return opened(shown() or View(page), page)
-    return View(page, {name: st.query_params.get_all(name) for name in st.query_params if name not in (SESSION, GO)})
+    resolved = st.query_params.get(RESOLVED, "").split(",") if shown() else []
+    left_out = {SESSION, GO, RESOLVED, *resolved}
+    return View(page, {name: st.query_params.get_all(name) for name in st.query_params if name not in left_out})
 
 
 def _address(view: View) -> dict[str, list[str]]:
@@ -40,15 +52,42 @@ def opened(before: View, page: str, part: str = "") -> View:
     return before.at(page, last.part).changed(**params)
 
 
-def write(view: View) -> None:
-    """Show this view from now on: in the address bar and in the session's state."""
+def write(view: View, reading: Reading | None = None) -> None:
+    """Show this view from now on: in the address bar and in the session's state. reading: of the view, whose values are
+    those that it leaves open. They stay in the address while nothing changes but what is selected in the answer."""
     state = st.session_state
+    if reading:
+        state[OPEN] = (_without_selected(view), left_open(view, reading))
     state[VIEW] = view
     if view.part in PAGES[view.page].parts:
         state[LAST] = state.get(LAST, {}) | {(view.page, ""): view, (view.page, view.part): view}
     query = _address(view)
+    basis, resolved = state.get(OPEN, (None, {}))
+    if resolved and basis == _without_selected(view):
+        query |= resolved | {RESOLVED: [",".join(resolved)]}
     if {name: st.query_params.get_all(name) for name in st.query_params} != query:
         st.query_params.from_dict(query)
+
+
+def _without_selected(view: View) -> View:
+    """The view without the parameters that its answer does not depend on."""
+    part = PAGES[view.page].parts.get(view.part)
+    selects = part.question.selects if part and part.question else {}
+    return view.changed(**dict.fromkeys(selects))
+
+
+def left_open(view: View, reading: Reading) -> dict[str, list[str]]:
+    """What a view leaves open and its answer depends on, as it was resolved: format, run, iteration, tensor, GEMM."""
+    question, found = reading.question, {}
+    if question is None:
+        return {}
+    if reading.scope:
+        where = reading.scope.where
+        found = {name: texts_of(getattr(where, name)) for name in ("run_id", "iteration")}
+    names = [name for name in ("format", *(OPERAND if reading.question_of_tensor else ())) if name in question.uses]
+    found |= {name: texts_of(reading.values[name] or None) for name in names}
+    few = {name: texts for name, texts in found.items() if 0 < len(texts) <= MOST_RESOLVED}
+    return {name: texts for name, texts in few.items() if not view.params.get(name)}
 
 
 def shown() -> View | None:

@@ -76,17 +76,17 @@ def _show_part(part: PagePart, view: View, opened: Catalog) -> None:
     ignored = [name[:40] for name in view.params if name not in named]
     unknown = [f"{part.room_title} has no parameter {name!r}: it was ignored." for name in ignored[:MOST_IGNORED]]
     view = view.short(opened)
-    address.write(view)
+    recorded = bool(opened.totals().tensors)
+    reading = view.read(opened) if recorded or part.empty else None
+    address.write(view, reading)
     _warn(unknown)
     explain_refused(opened)
-    recorded = bool(opened.totals().tensors)
-    if not part.empty and not recorded:
+    if reading is None:
         _parts(name, view)
         explain_empty(opened)
         tell(opened)
         redraw_on_change(opened, shows, before, start)
         return
-    reading = view.read(opened)
     if part.question:
         selected = recorded and bar(opened, view, reading)
         scope = st.empty()  # filled once the answer is known, which says what it used

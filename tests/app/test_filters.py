@@ -13,7 +13,9 @@ import pytest
 from streamlit.testing.v1 import AppTest
 
 from binade.app import show, style
+from binade.app.address import RESOLVED
 from binade.app.figure import Figure
+from binade.app.params import texts_of
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from tests.app import roots
@@ -26,7 +28,8 @@ WHERE = Filter(module=["fc1"], layer_index=[1, 2])
 def test_what_is_filtered_out_is_not_taken_for_missing(visit: Visit, collected: Path):
     at = visit(collected, quant_type="mxfp8", operation="forward", tensor_name="grad_input")
     at.button(key="offer_to_clear").click()
-    assert "No tensor matches" not in words(rerun(at)) and not at.query_params
+    assert "No tensor matches" not in words(rerun(at))
+    assert set(at.query_params) == {RESOLVED, *texts_of(at.query_params[RESOLVED])[0].split(",")}
 
 
 def test_recipes_does_not_apply_the_fields_of_tensors(visit: Visit, collected: Path):
