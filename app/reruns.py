@@ -95,13 +95,7 @@ def install(gone: Callable[[], object]) -> None:
 
     MemorySessionStorage.save = store_for_a_time  # type: ignore[method-assign]
 
-    will_rerun = SessionState.on_script_will_rerun
-
-    def rerun_with_readable(self: SessionState, fresh_widget_states: WidgetStates | None, **replayed: Any) -> None:
-        known = self._new_widget_state.widget_metadata
-        will_rerun(self, fresh_widget_states and _readable(fresh_widget_states, known), **replayed)
-
-    SessionState.on_script_will_rerun = rerun_with_readable  # type: ignore[method-assign]
+    _leave_out_unreadable()
 
     remove = SessionState._remove_stale_widgets
 
@@ -118,6 +112,17 @@ def install(gone: Callable[[], object]) -> None:
                 del known[widget]
 
     SessionState._remove_stale_widgets = remove_with_callbacks  # type: ignore[method-assign]
+
+
+def _leave_out_unreadable() -> None:
+    """Let sessions take only what a page's widgets can have sent."""
+    will_rerun = SessionState.on_script_will_rerun
+
+    def rerun_with_readable(self: SessionState, fresh_widget_states: WidgetStates | None, **replayed: Any) -> None:
+        known = self._new_widget_state.widget_metadata
+        will_rerun(self, fresh_widget_states and _readable(fresh_widget_states, known), **replayed)
+
+    SessionState.on_script_will_rerun = rerun_with_readable  # type: ignore[method-assign]
 
 
 def _readable(sent: WidgetStates, known: Mapping[str, WidgetMetadata[Any]]) -> WidgetStates:

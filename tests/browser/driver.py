@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
 from weakref import WeakKeyDictionary
 
 import psutil
@@ -18,6 +19,7 @@ from playwright.sync_api import Browser, BrowserContext, Page, Playwright, WebSo
 from streamlit.proto.BackMsg_pb2 import BackMsg
 from streamlit.proto.ForwardMsg_pb2 import ForwardMsg
 
+from binade.app.address import RESOLVED
 from tests.browser.chromium import ARGUMENTS, install
 from tests.conftest import start_binade, until
 
@@ -149,6 +151,13 @@ def turn_to(page: Page, title: str, part: str = "") -> None:
     if part:
         press(page, part)
         page.get_by_role("heading", name=f"{title} › {part}", exact=True).wait_for()
+
+
+def chosen(page: Page) -> dict[str, list[str]]:
+    """The parameters of the address without those that the view leaves open."""
+    query = parse_qs(urlsplit(page.url).query)
+    left_open = query.pop(RESOLVED, [""])[0].split(",")
+    return {name: texts for name, texts in query.items() if name not in left_open}
 
 
 def press(page: Page, title: str) -> None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from urllib.parse import parse_qs, quote, urlsplit
+from urllib.parse import quote, urlsplit
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ from binade.data.filter import Filter
 from binade.data.text import number_text
 from tests.app import roots
 from tests.bench.make_root import make_root
-from tests.browser.driver import choose, new_page, press, serving, settle, turn_to
+from tests.browser.driver import choose, chosen, new_page, press, serving, settle, turn_to
 from tests.collector.conftest import SMALL
 from tests.conftest import RECIPES, run_collector
 
@@ -75,7 +75,7 @@ def select_row(page: Page, row: int) -> None:
 
 
 def query(page: Page) -> dict[str, list[str]]:
-    return parse_qs(urlsplit(page.url).query)
+    return chosen(page)
 
 
 def background(page: Page) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import urlsplit
 
 import pytest
 from playwright.sync_api import Page
@@ -14,7 +14,7 @@ from binade.app.pages.registry import PAGES
 from binade.app.sessions import session as sessions
 from binade.app.sessions import storage
 from tests.app import roots
-from tests.browser.driver import press, serving, settle, turn_to
+from tests.browser.driver import chosen, press, serving, settle, turn_to
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 Visit = Callable[..., Page]
@@ -42,7 +42,7 @@ def place(page: Page) -> tuple[str, str, dict[str, list[str]]]:
     assert heading.startswith(f"{title} › "), (heading, page.url)
     assert page.locator(".st-key-header a strong").all_inner_texts() == [title]
     assert page.get_by_text("has no part").count() == 0
-    query = parse_qs(url.query)
+    query = chosen(page)
     assert "to" not in query
     return heading, url.path, {name: texts for name, texts in query.items() if name != "session"}
 

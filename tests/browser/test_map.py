@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from playwright.sync_api import Locator, Page
@@ -12,7 +11,7 @@ from playwright.sync_api import Locator, Page
 from binade import quant
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
-from tests.browser.driver import pick, press, settle, turn_to
+from tests.browser.driver import chosen, pick, press, settle, turn_to
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 Visit = Callable[..., Page]
@@ -34,7 +33,7 @@ def panel(page: Page) -> str:
 
 
 def query(page: Page) -> dict[str, str]:
-    return {name: texts[0] for name, texts in parse_qs(urlsplit(page.url).query).items()}
+    return {name: texts[0] for name, texts in chosen(page).items()}
 
 
 def tooltip(page: Page, name: str) -> list[str]:

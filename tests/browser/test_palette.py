@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from playwright.sync_api import Page, expect
 
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
-from tests.browser.driver import settle
+from tests.browser.driver import chosen, settle
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 Visit = Callable[..., Page]
 
 
 def query(page: Page) -> dict[str, list[str]]:
-    return parse_qs(urlsplit(page.url).query)
+    return chosen(page)
 
 
 @pytest.mark.thorough

@@ -248,7 +248,7 @@ def test_why(visitor: Visitor, operand_shown: tuple[Tensor, int]):
     assert f"saturated: {saturated} of the error" in visitor.title("codebook")
     assert "Largest magnitude by channel" in visitor.title("channels")
     assert visitor.chart("tokens").locator("image").count() == 1
-    for name in ("Kurtosis", "Crest factor", "Dynamic range"):
+    for name in ("Kurtosis, with zeros", "Crest factor", "Dynamic range"):
         assert visitor.page.get_by_test_id("stMetric").filter(has_text=name).is_visible()
 
 

@@ -22,6 +22,7 @@ from binade.app.questions.question import Question
 from binade.app.questions.shared import distribution_charts
 from binade.app.questions.shared import distributions as shared
 from binade.app.questions.shared.distributions import Distribution
+from binade.app.questions.shared.families import differences
 from binade.app.questions.shared.labels import group_name
 from binade.app.questions.shared.laws import LAWS
 from binade.app.questions.shared.operands import MOST_LISTED, ranked_tensors
@@ -33,6 +34,7 @@ from binade.data.evidence import SHARE
 from binade.data.filter import FIELDS, INTEGER_FIELDS, Filter
 from binade.data.names import distinct_names
 from binade.data.text import counted, one_line
+from binade.quant.specs import Spec
 
 MAX_SELECTED = style.MAX_GROUPS
 DRAWN = 3  # tensors that are drawn if none is chosen
@@ -258,10 +260,13 @@ def _formats(board: Board, ids: list[str] | None, ticked: Sequence[str] = ()) ->
         notes.append(f"One operand in {by_format.every} is drawn; medians are of all.")
     if by_format.partly:
         notes.append(f"Left out, since only some of the operands were scored in them: {', '.join(by_format.partly)}.")
+    gradients = bool(by_format.dots["tensor_name"].fillna("").str.startswith("grad_").any())
+    notes.append(differences(map(Spec.of, by_format.medians["format"]), gradients))
     hint = f"Drag: keep the operands in a range, {in_format(board.format)}." if board.format else ""
     title = f"The same {counted(by_format.operands, 'operand')} in each format"
+    note = " ".join(filter(None, notes))
     figure = Figure(
-        "formats", charts.formats(by_format, title, ticked), by_format.dots, caption, note=" ".join(notes),
+        "formats", charts.formats(by_format, title, ticked), by_format.dots, caption, note=note,
         height=charts.formats_height(by_format), choose="tensor", brush="delta", hint=hint,
     )  # fmt: skip
     return [figure]

@@ -277,6 +277,7 @@ function drawPanel(root, state) {
         panel.note ? element('p', { text: panel.note }) : null, facts,
         panel.values ? element('h4', { text: panel.values_note }) : null, panel.values ? drawValues(panel.values) : null,
         panel.formats.length ? element('h4', { text: 'The same operand in other formats' }) : null, formats,
+        panel.formats.length && panel.formats_note ? element('div', { class: 'keys', text: panel.formats_note }) : null,
         element('div', { class: 'acts' }, act('open', 'Open tensor', true), pin ? act('pin', 'Pin') : null, act('compare', 'Compare runs')),
         element('div', { class: 'keys', text: KEYS }),
     ].filter(Boolean));

@@ -13,6 +13,7 @@ from binade.app.budget import BudgetError
 from binade.app.questions.map import charts, compute
 from binade.app.questions.map.compute import MapRow
 from binade.app.questions.map.question import Map
+from binade.app.questions.shared.families import differences
 from binade.app.questions.shared.operands import along, scores_in
 from binade.app.questions.shared.rounded import Recorded, subject
 from binade.app.questions.shared.selection import recorded_of
@@ -50,6 +51,7 @@ def panel(opened: Catalog, map_: Map, cell: pd.Series, fmt: str) -> dict[str, An
         "values": drawn,
         "values_note": f"Values over the grid of {fmt}" if drawn else "",
         "formats": [_format(score, fmt) for score in scored.to_dict("records")],
+        "formats_note": differences(map(Spec.of, scored["format"]), str(row["tensor_name"]).startswith("grad_")),
     }  # fmt: skip
 
 

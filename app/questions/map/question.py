@@ -297,6 +297,8 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     several = "the mean over sequences of their sum" if measure.key == LOSS_CHANGE else "their median"
     several = "" if measure.key in (EFFECT, PARITY) else f"; of several tensors in a cell, {several}"
     definition = f"{measure.label}: {measure.definition}{several}."
+    if map_.of == "operand":
+        definition += " A tensor that two GEMMs take is an operand of each, and has a cell in each."
     figure = Figure(
         "map",
         charts.atlas(map_.table, map_.rows, map_.across, measure, map_.diverging, title, map_.of),
@@ -312,7 +314,9 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
 
 
 def used_by(map_: Map) -> Used:
-    return Used(map_.where, ((len(map_.table), "cell"),))
+    """Each cell is an operand of a GEMM: a tensor that two GEMMs take has two."""
+    alone = bool((map_.table["tensors"] == 1).all()) and map_.measure.key not in compute.OVER_SEQUENCES
+    return Used(map_.where, ((len(map_.table), map_.of if alone else "cell"),))
 
 
 def ranked(map_: Map, scope: str) -> Figure:

@@ -106,8 +106,9 @@ def _tails(row: pd.Series, nonzero: Distribution, table: pd.DataFrame) -> Senten
         theirs = "no finite one" if math.isinf(body.kurtosis) else measure.text(body.kurtosis)
         heavy = _than(kurtosis, body.kurtosis, error)
         said.append(f"{heavy} those of the {LAW_TITLES[law]} fitted to the body, which has {theirs}")
-    text = "Tails: kurtosis {kurtosis}; the tails are {said}."
-    return say(text, kurtosis=exact(measure, kurtosis), said=", and ".join(said))
+    text = "Tails: kurtosis {kurtosis}{of}; the tails are {said}."
+    of = " without the zeros" if nonzero.total < int(row["numel"]) - int(row["nans"]) - int(row["infs"]) else ""
+    return say(text, kurtosis=exact(measure, kurtosis), of=of, said=", and ".join(said))
 
 
 def _than(kurtosis: float, other: float, error: float) -> str:

@@ -16,6 +16,7 @@ from binade.app.params import One, Specs
 from binade.app.questions.question import AS_OPERAND, Question
 from binade.app.questions.shared import distribution_charts, format_charts
 from binade.app.questions.shared.distributions import Distribution, log2_histogram
+from binade.app.questions.shared.families import differences
 from binade.app.questions.shared.operands import along
 from binade.app.questions.shared.rounded import NOT_RECORDED, applied
 from binade.app.questions.shared.scope import Used, scoped
@@ -246,7 +247,9 @@ def results(selected: SelectedTensor, made: TrialPlan, tried: Tried) -> Drawn:
         for index, panel in enumerate(format_charts.trial_panels(table))
     ]
     rows = table.assign(format=table["label"])
-    note = "Choose a row to see its format on every page."
+    gradients = bool(made.used) or str(selected.row["tensor_name"]).startswith("grad_")
+    about = differences((one.spec for one in made.trials), gradients)
+    note = " ".join(filter(None, ("Choose a row to see its format on every page.", about)))
     items.append(Table("trials", rows, COLUMNS, note=note, choose="format"))
     histogram = log2_histogram([d for d in shown if d.total])
     if not histogram.empty:
