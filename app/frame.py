@@ -75,6 +75,8 @@ def _show_part(part: PagePart, view: View, opened: Catalog) -> None:
     named = {*FIELDS, *view.params_in(opened), "tensor"}
     ignored = [name[:40] for name in view.params if name not in named]
     unknown = [f"{part.room_title} has no parameter {name!r}: it was ignored." for name in ignored[:MOST_IGNORED]]
+    if len(ignored) > MOST_IGNORED:
+        unknown.append(f"{len(ignored) - MOST_IGNORED:,} more parameters were ignored.")
     view = view.short(opened)
     recorded = bool(opened.totals().tensors)
     reading = view.read(opened) if recorded or part.empty else None

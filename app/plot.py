@@ -341,8 +341,9 @@ def facets(
 
 def apart(title: alt.TitleParams, charts: Sequence[Chart], columns: int) -> Chart:
     """Charts side by side and below each other, each with colors of its own."""
-    drawn: alt.ConcatChart = alt.concat(*charts, columns=columns, spacing=40).properties(title=title)
-    return drawn.resolve_scale(color="independent", strokeDash="independent")
+    drawn = alt.concat(*charts, columns=columns, spacing=40).properties(title=title)
+    chart: alt.ConcatChart = drawn.resolve_scale(color="independent", strokeDash="independent")
+    return chart
 
 
 def grid(title: alt.TitleParams, charts: Sequence[Chart], columns: int) -> Chart:

@@ -36,12 +36,8 @@ from streamlit.runtime.scriptrunner.script_runner import ScriptRunner
 from streamlit.runtime.scriptrunner_utils.script_requests import RerunData
 from streamlit.runtime.scriptrunner_utils.script_run_context import get_script_run_ctx
 from streamlit.runtime.session_manager import SessionInfo
-from streamlit.runtime.state.session_state import (
-    STREAMLIT_INTERNAL_KEY_PREFIX,
-    SessionState,
-    WidgetMetadata,
-    unpack_widget_state_value,
-)
+from streamlit.runtime.state.common import WidgetMetadata, unpack_widget_state_value
+from streamlit.runtime.state.session_state import STREAMLIT_INTERNAL_KEY_PREFIX, SessionState
 
 from binade.app.fair_queue import SESSION
 

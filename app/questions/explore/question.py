@@ -227,7 +227,9 @@ def _distributions(board: Board, values: dict[str, Any], groups: Groups, by: str
         quantiles = charts.qq(plot, f"Q–Q against {against}", named, names, titles, looks)
         figures.append(Figure("qq", quantiles, plot.points, caption, height=height, group="lie", by=field))
     zeros = left_out(opened, where, chosen["tensor_id"].tolist() if len(chosen) else None, below)
-    texts = [Text(" ".join(plot.sentences[:DRAWN])), Text(zeros)]
+    more = len(plot.sentences) - DRAWN
+    said = [*plot.sentences[:DRAWN], *([f"{more:,} more are drawn."] if more > 0 else [])]
+    texts = [Text(" ".join(said)), Text(zeros)]
     return Drawn((*figures, *(text for text in texts if text.text)), problems=tuple(problems))
 
 

@@ -297,7 +297,7 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     several = "the mean over sequences of their sum" if measure.key == LOSS_CHANGE else "their median"
     several = "" if measure.key in (EFFECT, PARITY) else f"; of several tensors in a cell, {several}"
     definition = f"{measure.label}: {measure.definition}{several}."
-    if map_.of == "operand":
+    if measure.key in compute.ERRORS:
         definition += " A tensor that two GEMMs take is an operand of each, and has a cell in each."
     figure = Figure(
         "map",
