@@ -76,9 +76,9 @@ def _drop(session: str) -> None:
 
 def respond(request: Request) -> Response:
     """The response to a request for ADDRESS."""
-    token = request.path_params["token"]
+    token = request.path_params["token"].encode()
     with _lock:
-        found = next((one for one in _held.values() if secrets.compare_digest(one.token, token)), None)
+        found = next((one for one in _held.values() if secrets.compare_digest(one.token.encode(), token)), None)
         own = os.fdopen(os.dup(found.file.fileno()), "rb") if found else None  # it may be dropped meanwhile
     if found is None or own is None:
         return PlainTextResponse("This file is gone: create it again\n", status_code=404)

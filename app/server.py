@@ -42,7 +42,7 @@ def sweep_root() -> None:
 importing = Thread(target=prepare, daemon=True)
 app = App(
     Path(__file__).with_name("main.py"),
-    routes=[Route(downloads.ADDRESS, downloads.respond)],
+    routes=[Route(sharing.current.base_path + downloads.ADDRESS, downloads.respond)],
     middleware=[
         Middleware(WithoutBasePath, path=sharing.current.base_path),
         Middleware(Guard, sharing=sharing.current),

@@ -96,7 +96,8 @@ def _offer(what: str, make: Callable[[Path, Done], None], path: str, label: str,
         except (writer.ReportError, writer.RenderError, BundleError, SessionError, DownloadError, OSError) as error:
             st.error(plain(str(error)), icon=":material/error:")
             return
-    st.link_button(label.format(size=bytes_text(size)), url, key=f"save_{name}")
+    here = address_without_page(st.context.url or "")
+    st.link_button(label.format(size=bytes_text(size)), here + url, key=f"save_{name}")
 
 
 def panel() -> None:
