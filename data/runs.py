@@ -217,6 +217,7 @@ class RunFile(TypedDict, total=False):
     scores: list[str] | None
     raw: bool | None
     save_tensors: bool | None
+    loss_unit: Text  # of an import: "nats per token", also if it is absent, or "unknown"
 
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]

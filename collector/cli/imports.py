@@ -38,7 +38,8 @@ SCORES = ",".join(DEFAULT_SCORES)
 
 
 OF_TENSORS = ("scores", "workers", "kind")
-OF_LOSSES = ("recipe", "like", "model", "dataset", "seed", "name", "step_column", "loss_column")
+OF_LOSSES = ("recipe", "like", "model", "dataset", "seed", "name", "step_column", "loss_column", "rows", "repeats",
+             "loss_unit")  # fmt: skip
 START = ("model", "dataset", "seed")
 QUESTIONS = {"model": "Model", "dataset": "Dataset", "seed": "Seed"}
 
@@ -118,17 +119,23 @@ def _losses(
     name: str | None,
     step_column: str | None,
     loss_column: str | None,
+    rows: tuple[tuple[str, str], ...],
+    repeats: str | None,
+    loss_unit: str | None,
     **start: Any,
 ) -> int:
     """with_tensors: whether there are tensors, which are imported even if no log can be read."""
     from binade.collector.errors import ConfigError
     from binade.collector.imports.losses import import_trainings, read_logs, refusal
-    from binade.collector.imports.readers.series import Columns
+    from binade.collector.imports.readers.series import UNITS, Columns, Repeats
     from binade.data.runs import IMPORT
     from binade.data.same_data import unknown
 
     facts = _like(like, root, start) if like is not None else dict(start)
-    read = read_logs(logs, Columns(step_column, loss_column), print_text)
+    columns = Columns(
+        step_column, loss_column, rows, Repeats(repeats) if repeats else None, UNITS[loss_unit] if loss_unit else None
+    )
+    read = read_logs(logs, columns, print_text)
     refused = [f"refused: {reason}" for _, reason in read.refused[: None if dry_run else SHOWN_REFUSALS]]
     if (hidden := len(read.refused) - len(refused)) > 0:
         refused.append(f"refused: {hidden:,} more")
@@ -189,6 +196,16 @@ def _asked(path: Path, options: list[str]) -> dict[str, str | int]:
     return answers
 
 
+def _row_choice(context: click.Context, param: click.Parameter, values: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
+    chosen = []
+    for text in values:
+        column, equals, value = text.partition("=")
+        if not (column and equals):
+            raise click.BadParameter(f"{text!r} is not COLUMN=VALUE")
+        chosen.append((column, value))
+    return tuple(chosen)
+
+
 def _number(text: str) -> int | str:
     try:
         return int(text) if text.strip() else ""
@@ -200,7 +217,7 @@ def _of_training(run: str, training: Training) -> list[str]:
     """What was read of a training, and what was not. run: the id of its run, or its log."""
     series = training.series
     first, last = min(series.losses), max(series.losses)
-    lines = [f"{run}: {len(series.losses):,} losses ({series.name}), {series.step_name} {first} to {last}"]
+    lines = [f"{run}: {len(series.losses):,} losses ({series.title}), {series.step_name} {first} to {last}"]
     details = [*series.facts]
     if series.others:
         details.append(f"not read: {', '.join(series.others)}; --step-column and --loss-column choose a column")
@@ -297,6 +314,13 @@ import_ = Command(
                help="Column or key of the steps  [default: iteration, step, global_step or similar]"),
         CliOption(["--loss-column"], metavar="NAME", title=LOSSES,
                help="Column, key or tag of the losses  [default: loss, lm loss, train/loss or similar]"),
+        CliOption(["--rows"], metavar="COLUMN=VALUE", multiple=True, callback=_row_choice, title=LOSSES,
+               help="Read only the rows in which a column has this value; may be given several times"),
+        CliOption(["--repeats"], type=click.Choice(["last", "first", "mean", "continue"]), title=LOSSES,
+               help="What several losses of one step are: the last or first one counts, their mean, or epochs, of "
+               "which each continues the one before  [default: as the log shows]"),
+        CliOption(["--loss-unit"], type=click.Choice(["nats", "unknown"]), title=LOSSES,
+               help="Unit of the losses: nats per token, or unknown  [default: as the log shows]"),
         root_option(),
     ],
     callback=_import,

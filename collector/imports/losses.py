@@ -18,8 +18,9 @@ from typing import Any
 from binade.collector.errors import ConfigError, raising
 from binade.collector.imports.files import Walked
 from binade.collector.imports.names import shortened
+from binade.collector.imports.readers.kind import Confidence, Kind, Start
 from binade.collector.imports.readers.registry import looked_for, reader_of
-from binade.collector.imports.readers.series import Columns, Confidence, Reader, Series, Start
+from binade.collector.imports.readers.series import Columns, Series
 from binade.collector.imports.registry import statistics_of
 from binade.collector.imports.run import run_of_import
 from binade.data.json_files import sealed
@@ -43,7 +44,7 @@ class LossLog:
     that was searched, "." for itself, None for a file that the user named."""
 
     path: Path
-    reader: Reader
+    reader: Kind
     files: tuple[Path, ...]
     label: str | None = None
 
@@ -76,7 +77,7 @@ def find_logs(walked: Walked) -> tuple[LossLog, ...]:
     source = walked.source
     if not source.is_dir():
         return (_only_log(source),)
-    folders: dict[tuple[Path, Reader], list[Path]] = {}
+    folders: dict[tuple[Path, Kind], list[Path]] = {}
     logs: list[LossLog] = []
     for file in walked.files:
         path = Path(file.path)
@@ -190,14 +191,16 @@ def _write(
     series = training.series
     facts: dict[str, Any] = {"recipe": recipe, "like": None, **start, "command": command}
     facts |= {"step_column": series.step_name, "not_read": series.damaged}
-    facts |= {"log": training.log.reader.kind, "facts": series.facts}
-    with run_of_import(root, {"source": str(training.log.path), "loss_column": series.name, **facts}) as writer:
+    facts |= {"log": training.log.reader.kind, "facts": series.facts, "loss_unit": series.unit}
+    with run_of_import(root, {"source": str(training.log.path), "loss_column": series.title, **facts}) as writer:
         finite = [loss for loss in series.losses.values() if math.isfinite(loss)]
         path = writer.directory / "loss.jsonl"
         sweep_beside(path)
         with temporary_file(path) as (part, file):
             for step, loss in series.losses.items():
                 record: dict[str, Any] = {"iteration": step, "loss": loss if math.isfinite(loss) else None}
+                if not math.isfinite(loss):
+                    record |= {"not_finite": True, "logged": str(loss)}  # "nan", "inf" or "-inf"
                 if series.windows[step] != 1:
                     record["window"] = series.windows[step]
                 file.write(sealed(json.dumps(record).encode()) + b"\n")

@@ -32,7 +32,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from binade.cli import main
 from binade.collector import Recorder, instrument
-from binade.collector.imports.readers import series, text
+from binade.collector.imports.readers import table, text
 from binade.data.catalog import Catalog
 from binade.data.run_table import runs_with_references
 from binade.data.runs import CRASHED, DONE, RunInfo, check_losses, list_runs, read_losses, read_notes
@@ -391,7 +391,7 @@ def test_wrong_options(command, capsys, tmp_path, arguments, message):
 
 
 def test_too_many_steps(bring, capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(series, "MOST_STEPS", 49)
+    monkeypatch.setattr(table, "MOST_STEPS", 49)
     write_csv(tmp_path / "x.csv")
     assert bring("x.csv") == 2 and "more than 49 steps" in capsys.readouterr().err
 

@@ -6,19 +6,12 @@ import os
 import struct
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from binade.collector.errors import ConfigError
-from binade.collector.imports.readers.series import (
-    Columns,
-    Confidence,
-    Notes,
-    Rows,
-    Series,
-    Start,
-    TableReader,
-    Window,
-)
+from binade.collector.imports.readers.kind import Confidence, Kind, Start
+from binade.collector.imports.readers.series import Columns, Notes, Rows, Series, Window
 from binade.data.store import regular
 
 NAME = "tfevents"  # in the name of each event file
@@ -27,15 +20,10 @@ OF_TRAINER = "args/text_summary"  # a tag that the Trainer of Hugging Face write
 CUT = "it is longer than the file, so it may be cut"
 
 
-class Events(TableReader):
+@dataclass(frozen=True, kw_only=True)
+class Events(Kind):
     """The scalars of event files. Those of a folder are one log: each start of a training adds a file, and their names
     sort by time."""
-
-    kind = "TensorBoard's event files"
-    example = "runs/"
-    columns = "the tags `train/loss`, `lm loss`, `loss_metrics/global_avg_loss` and others"
-    steps = ("step",)
-    whole_folder = True
 
     def recognize(self, start: Start) -> Confidence:
         if VERSION in start.content[:64]:
@@ -44,9 +32,7 @@ class Events(TableReader):
         return Confidence.COLUMNS if damaged else Confidence.NONE
 
     def read(self, path: Path, columns: Columns) -> tuple[Series, ...]:
-        notes = Notes()
-        series = self.collect(path, self.rows(path, notes), notes, Columns(None, columns.loss))
-        return (series,)
+        return super().read(path, replace(columns, step=None))
 
     def rows(self, path: Path, notes: Notes) -> Rows:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from binade.data.store import read_file, regular
 
 LONGEST_LINE = 1 << 20
 LARGEST_JSON = 64 << 20
+WRAPPERS = ("data", "metrics", "log", "logs", "scalars")  # keys of the object that has all metrics of a step
 
 
 def text_lines(path: Path, notes: Notes, errors: str = "strict") -> Iterator[str]:
@@ -33,10 +35,19 @@ def text_lines(path: Path, notes: Notes, errors: str = "strict") -> Iterator[str
 
 def csv_rows(path: Path, notes: Notes) -> Rows:
     """The rows of a CSV file by the columns of its first line."""
-    reader = csv.reader(text_lines(path, notes), strict=True)
+    lines, blank = text_lines(path, notes), 0
+    for first in lines:
+        if first.strip():
+            break
+        blank += 1
+    else:
+        return
+    delimiter = delimiter_of(first)
+    notes.decimal_comma = delimiter == ";"
+    reader = csv.reader(chain([first], lines), delimiter=delimiter, strict=True)
     header: list[str] | None = None
     while True:
-        place = f"{path}, line {reader.line_num + 1}"
+        place = f"{path}, line {blank + reader.line_num + 1}"
         try:
             cells = next(reader, None)
         except csv.Error as error:
@@ -54,16 +65,22 @@ def csv_rows(path: Path, notes: Notes) -> Rows:
             continue
         if len(cells) != len(header):
             which = "more" if len(cells) > len(header) else "fewer"
-            raise ConfigError(
-                f"{place}: there are {which} values than columns: expected {len(header)} with commas between them"
-            )
+            expected = f"expected {len(header)} with {delimiter!r} between them"
+            raise ConfigError(f"{place}: there are {which} values than columns: {expected}")
         yield place, dict(zip(header, cells, strict=True))
 
 
-def csv_header(line: str) -> list[str]:
+def delimiter_of(line: str) -> str:
+    """What separates the columns of a first line: a comma, unless another one of these makes more of them."""
+    columns = {delimiter: len(csv_header(line, delimiter)) for delimiter in ",;\t"}
+    best = max(columns, key=lambda delimiter: columns[delimiter])
+    return best if columns[best] > 1 else ","
+
+
+def csv_header(line: str, delimiter: str | None = None) -> list[str]:
     """The cells of a first line; none if it is not CSV."""
     try:
-        return next(csv.reader([line], strict=True), [])
+        return next(csv.reader([line], delimiter=delimiter or delimiter_of(line), strict=True), [])
     except csv.Error:
         return []
 
@@ -80,16 +97,21 @@ def json_rows(path: Path, notes: Notes) -> Rows:
             raise ConfigError(f"{place} is not JSON") from None
         if not isinstance(row, dict):
             raise ConfigError(f"{place} is not a JSON object")
-        yield place, row
+        yield place, flat(row)
 
 
-def json_object(line: str) -> dict[str, Any]:
-    """A line as a JSON object; an empty one if it is not one."""
-    try:
-        content = json.loads(line)
-    except (ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
+def flat(row: dict[str, Any], depth: int = 3) -> dict[str, Any]:
+    """A row without objects in it: their values have names such as `train/loss`, those of WRAPPERS their own."""
+    if not any(isinstance(value, dict) for value in row.values()):
+        return row
+    found: dict[str, Any] = {}
+    for name, value in row.items():
+        if isinstance(value, dict) and depth:
+            prefix = "" if name in WRAPPERS else f"{name}/"
+            found |= {f"{prefix}{below}": inner for below, inner in flat(value, depth - 1).items()}
+        else:
+            found[name] = value
+    return found
 
 
 def json_document(path: Path) -> Any:
