@@ -221,8 +221,6 @@ def _of_training(run: str, training: Training) -> list[str]:
     details = [*series.facts]
     if series.others:
         details.append(f"not read: {', '.join(series.others)}; --step-column and --loss-column choose a column")
-    if series.repeated:
-        details.append(f"{series.repeated:,} losses were left out: the last finite one of each step counts")
     if series.empty:
         details.append(f"{counted(series.empty, 'row')} left out: {series.name} is empty")
     details += [f"left out: {what}" for what in series.cut]

@@ -30,7 +30,7 @@ class JsonLines(Kind):
             is_of = not self.of or any("/" in step for step in steps)
             if is_of and self.signature <= row.keys() and has_columns(self, flat(row)):
                 return Confidence.SIGNATURE if self.signature or self.of else Confidence.COLUMNS
-        looks = start.first.startswith("{") or start.path.suffix in (".jsonl", ".ndjson")
+        looks = start.first.startswith('{"') or start.path.suffix in (".jsonl", ".ndjson")
         return Confidence.POSSIBLE if looks and not (self.signature or self.of) else Confidence.NONE
 
     def rows(self, path: Path, notes: Notes) -> Rows:

@@ -22,6 +22,7 @@ from binade.collector.imports.readers.table import LossTable
 from binade.data.store import regular
 
 HEAD = 1 << 20  # bytes by which a file is recognized: some logs begin with the source of their program
+COLORS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # one pass: no character of it can begin another
 MOST_OBJECTS = 200  # lines that are read as JSON to recognize a file
 
 
@@ -61,7 +62,8 @@ class Start:
 
     @cached_property
     def text(self) -> str:
-        return "\n".join(self.lines)
+        """All lines, without colors."""
+        return COLORS.sub("", "\n".join(self.lines))
 
     @cached_property
     def objects(self) -> tuple[dict[str, Any], ...]:

@@ -12,13 +12,12 @@ from typing import Any
 import re2
 
 from binade.collector.errors import ConfigError
-from binade.collector.imports.readers.kind import Confidence, Kind, Start
+from binade.collector.imports.readers.kind import COLORS, Confidence, Kind, Start
 from binade.collector.imports.readers.numbers import LONGEST, number_of, whole_of
 from binade.collector.imports.readers.series import Columns, Notes, Rows, Series, Window
 from binade.collector.imports.readers.table import EPOCHS, MICRO_BATCHES, NOT_NATS, RANKS, TOTAL, has_columns
 from binade.collector.imports.readers.text import text_lines
 
-COLORS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # one pass: no character of it can begin another
 # A value, up to what cannot be a part of it: a comma or a colon before a digit can.
 TOKEN = r"(?:[^\s|;,:/\"'()\[\]{}]|[,:][0-9])"
 STEP = rf"([0-9]{TOKEN}*)(?:\s*/\s*({TOKEN}+))?"
@@ -76,8 +75,9 @@ class Lines(Kind):
     def recognize(self, start: Start) -> Confidence:
         if not _step_pattern(self.step).search(start.text):
             return Confidence.NONE
-        found = next(self._rows_of(iter(start.lines), Notes(), ""), None)
-        return self.confidence if found else Confidence.NONE
+        notes = Notes()
+        found = next(self._rows_of(iter(start.lines), notes, ""), None)
+        return self.confidence if found else _possible(notes)
 
     def rows(self, path: Path, notes: Notes) -> Rows:
         return self._rows_of(text_lines(path, notes, errors="replace"), notes, f"{path}, ")
@@ -89,7 +89,7 @@ class Lines(Kind):
             place = f"line {number}"
             if self.skip and _compile(self.skip).search(line):
                 continue
-            step, labels = self.parts(line)
+            step, labels = self.parts(line, notes)
             if self.below:
                 rank = _rank(line)
                 if step:
@@ -104,7 +104,7 @@ class Lines(Kind):
             if losses := self.losses_of(line, labels, place, notes):
                 yield f"{path}{place}", row | losses
 
-    def parts(self, line: str) -> tuple[Any, list[Any]]:
+    def parts(self, line: str, notes: Notes) -> tuple[Any, list[Any]]:
         """The match of the step in a line, whose group 1 is the step, group 2 the M of "N/M", and of each label."""
         step = _step_pattern(self.step).search(line)
         return step, [*_compile(self.loss).finditer(line)] if step or self.below else []
@@ -124,7 +124,7 @@ class Lines(Kind):
             try:
                 if not (value and _compile(self.end).match(text[value.end() :])):
                     raise ValueError("expected a number")
-                found[label[1]] = number_of(value[1])
+                found[_name(line, label)] = number_of(value[1])
             except ValueError as error:
                 shown = f", found {value[1][:40]!r}" if value else ""
                 at = f"{place}, column {label.end() + 1}"
@@ -160,17 +160,20 @@ class PrintedLines(Lines):
     def recognize(self, start: Start) -> Confidence:
         if not _compile(ANY_LOSS).search(start.text):
             return Confidence.NONE
-        steps = set()
-        for _, row in self._rows_of(iter(start.lines), Notes(), ""):
+        steps, notes = set(), Notes()
+        for _, row in self._rows_of(iter(start.lines), notes, ""):
             steps |= {row["step"]} if has_columns(self, row) else set()
             if len(steps) >= ENOUGH:
                 return Confidence.COLUMNS
-        return Confidence.NONE
+        return _possible(notes)
 
-    def parts(self, line: str) -> tuple[Any, list[Any]]:
+    def parts(self, line: str, notes: Notes) -> tuple[Any, list[Any]]:
         lower = line.lower()
         labels = [*_compile(ANY_LOSS).finditer(line)] if "loss" in lower else []
-        if not labels or (any(word in lower for word in OF_VALIDATION) and _is_validation(line, labels[0].start())):
+        if not labels:
+            return None, []
+        if any(word in lower for word in OF_VALIDATION) and _is_validation(line, labels[0].start()):
+            notes.validation += ANY_STEP.search(line) is not None
             return None, []
         first: dict[str, _Step] = {}
         for match in ANY_STEP.finditer(line):
@@ -219,6 +222,17 @@ class NoLosses(Kind):
 
     def read(self, path: Path, columns: Columns) -> tuple[Series, ...]:
         raise ConfigError(f"{path} is {self.advice}")
+
+
+def _possible(notes: Notes) -> Confidence:
+    """Of a text in which no step has a loss: sure enough to say of a file that is named which number cannot be read."""
+    return Confidence.POSSIBLE if notes.damaged else Confidence.NONE
+
+
+def _name(line: str, label: Any) -> str:
+    """The name of a loss. In `split=train loss=2`, `train` is not a part of it."""
+    name: str = label[1]
+    return name.split()[-1] if line[label.start(1) - 1 : label.start(1)] in ("=", ":") else name
 
 
 def _step_row(line: str, step: Any, place: str, notes: Notes) -> dict[str, Any]:

@@ -122,7 +122,7 @@ READERS: tuple[Kind, ...] = (
         columns="`num_updates=`, `loss=`",
         step=r"\bnum_updates={N}", loss=r"[ ,](loss)=", skip=r"\bvalid on ", window=Window.INTERVAL,
         unit=UNKNOWN_UNIT, not_nats=BITS,
-        line="| epoch 001:    450 / 1891 loss=11.521, nll_loss=10.881, ppl=1886.05, num_updates=10, lr=8.9e-05",
+        line="| epoch 001:    450 / 1891 loss=11.521, nll_loss=9.881, ppl=1886.05, num_updates=10, lr=8.9e-05",
     ),
     Lines(
         kind="Megatron's output",
@@ -322,7 +322,8 @@ READERS: tuple[Kind, ...] = (
 
 def reader_of(start: Start, least: Confidence) -> Kind | None:
     """The kind of a file that begins like this; None if none is as sure as `least`."""
-    confidence, reader = max(((reader.recognize(start), reader) for reader in READERS), key=lambda pair: pair[0])
+    surest = ((reader.recognize(start), isinstance(reader, NoLosses), reader) for reader in READERS)
+    confidence, _, reader = max(surest, key=lambda found: found[:2])
     return reader if confidence >= least else None
 
 

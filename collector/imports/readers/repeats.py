@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 
 from binade.collector.imports.readers.series import Repeats
-from binade.data.text import counted
 
+LEFT_OUT = "{:,} losses were left out: the last finite one of each step counts"
 MOST_REPLACED = 1 / 3  # of the losses, without a question
 
 
@@ -31,7 +31,7 @@ class RepeatedStepError(Exception):
 
 @dataclass(frozen=True)
 class LossesInOrder:
-    """LossesInOrder in the order of a log. epochs: NaN where none is logged; totals: M of a step "N/M", or 0; micro_batches:
+    """Losses in the order of a log. epochs: NaN where none is logged; totals: M of a step "N/M", or 0; micro_batches:
     whether each is that of a micro-batch."""
 
     steps: array[int]
@@ -54,44 +54,46 @@ def one_per_step(log: LossesInOrder, choice: Repeats | None = None, usual: Repea
     """choice: instead of what the log shows; usual: what repeated steps within an epoch are in such logs. Raises
     RepeatedStepError."""
     steps = log.steps
-    unique = len(set(steps))
+    left_out = len(steps) - len(set(steps))
     if choice == Repeats.CONTINUE or (choice is None and _epochs_go_on(log)):
         return _continued(log, usual)
     choice = choice or usual
-    if unique == len(steps):
+    if not left_out:
         return OnePerStep(dict(zip(steps, log.losses, strict=True)))
     if choice == Repeats.MEAN:
         return OnePerStep(_means(log), 0, ("the loss of a step is the mean of its losses",))
     if choice == Repeats.FIRST:
         firsts = dict(zip(reversed(steps), reversed(log.losses), strict=True))
-        replaced = len(steps) - unique
-        return OnePerStep(firsts, 0, (f"{counted(replaced, 'loss')} left out: the first one of each step counts",))
+        return OnePerStep(firsts, 0, (f"{left_out:,} losses left out: the first one of each step counts",))
     if choice == Repeats.LAST:
-        return OnePerStep(_last(log), len(steps) - unique)
-    if not (replaced := _different(log)):
-        return OnePerStep(_last(log), len(steps) - unique)
+        return OnePerStep(_last(log), left_out, (LEFT_OUT.format(left_out),))
     if log.micro_batches:
         return OnePerStep(_means(log), 0, ("the loss of a step is the mean of its micro-batches",))
-    if (times := _times(log)) > 1:
+    replaced = _different(log)
+    if replaced and (times := _times(log)) > 1:
         fact = f"each step has {times} losses, as of micro-batches or ranks: their mean was read (else --repeats last)"
         return OnePerStep(_means(log), 0, (fact,))
-    backs = [(before, after) for before, after in _backs(log)]
+    backs = [*_backs(log)]
     restart = next((i for _, i in backs if steps[i] <= steps[0] and math.isnan(log.epochs[i])), None)
-    if restart is not None:
+    if replaced and restart is not None:
         at = f"after step {steps[restart - 1]}, the steps start again at {steps[restart]}"
         raise RepeatedStepError(f"{at}, with another epoch or a training that replaces the one before")
     if replaced > MOST_REPLACED * len(steps):
         twice = next(step for step, count in Counter(steps).items() if count > 1)
         of = f"{replaced:,} of {len(steps):,} losses are of a step that has another one, such as step {twice}"
         raise RepeatedStepError(of)
-    facts: tuple[str, ...] = ()
+    fact = LEFT_OUT.format(left_out)
     if backs:
         before, after = backs[0]
         more = f", and {len(backs) - 1} more times" if len(backs) > 1 else ""
-        facts = (
-            f"the log goes back from step {steps[before]} to {steps[after]}{more}, as if resumed from a checkpoint",
-        )
-    return OnePerStep(_last(log), len(steps) - unique, facts)
+        back = f"the log goes back from step {steps[before]} to {steps[after]}{more}, as if resumed from a checkpoint"
+        fact = f"{back}: {left_out:,} earlier losses were left out"
+    return OnePerStep(_last(log), left_out, (fact,))
+
+
+def is_unexplained(log: LossesInOrder) -> bool:
+    """Whether steps are repeated for which the log names no epochs or micro-batches."""
+    return len(set(log.steps)) < len(log.steps) and not log.micro_batches and not _epochs_go_on(log)
 
 
 def _epochs_go_on(log: LossesInOrder) -> bool:
@@ -105,31 +107,41 @@ def _epochs_go_on(log: LossesInOrder) -> bool:
 
 def _continued(log: LossesInOrder, usual: Repeats | None) -> OnePerStep:
     """The steps of each epoch follow those before. An epoch is as long as the log says, or as its steps."""
-    parts: dict[float, dict[int, float]] = {}
+    members: dict[float, list[int]] = {}
     logged = not any(map(math.isnan, log.epochs)) and _epochs_go_on(log)
     part = 0.0
-    for i, (step, loss) in enumerate(zip(log.steps, log.losses, strict=True)):
-        if i and step < log.steps[i - 1]:
-            part += 1
-        losses = parts.setdefault(log.epochs[i] if logged else part, {})
-        if step not in losses or (math.isfinite(loss) and usual != Repeats.FIRST):
-            losses[step] = loss
+    for i, step in enumerate(log.steps):
+        part += bool(i) and step < log.steps[i - 1]
+        members.setdefault(log.epochs[i] if logged else part, []).append(i)
+    done = {epoch: one_per_step(_some(log, members[epoch]), None, usual) for epoch in sorted(members)}
     totals = set(log.totals)
     length = totals.pop() if len(totals) == 1 else 0
     if length < max(log.steps):
         length = 0
     found: dict[int, float] = {}
     start = 0
-    ordered = [parts[epoch] for epoch in sorted(parts)]
+    ordered = [each.losses for each in done.values()]
     for losses, following in zip(ordered, [*ordered[1:], None], strict=True):
         found |= {start + step: loss for step, loss in losses.items()}
         if following:
             gaps = Counter(after - before for before, after in pairwise(sorted(losses)))
             gap = gaps.most_common(1)[0][0] if gaps else 1
             start += length or max(1, max(losses) + gap - min(following))
-    by = f"{length:,} steps each" if length else "as many steps as are logged of each"
-    fact = f"the steps start again in each of {len(parts):,} epochs, and were counted on, by {by}"
-    return OnePerStep(found, len(log.steps) - len(found), (fact,) if len(parts) > 1 else ())
+    by = f"with {length:,} steps each" if length else "each from the last step that is logged of the one before"
+    fact = f"the steps start again in each of {len(done):,} epochs and are counted on, {by}"
+    within = dict.fromkeys(fact for each in done.values() for fact in each.facts)
+    return OnePerStep(found, sum(each.replaced for each in done.values()), (fact, *within))
+
+
+def _some(log: LossesInOrder, members: list[int]) -> LossesInOrder:
+    """Some of the losses, which are all of one epoch."""
+    return LossesInOrder(
+        array("q", (log.steps[i] for i in members)),
+        array("d", (log.losses[i] for i in members)),
+        array("d", (log.epochs[i] for i in members)),
+        array("q", (log.totals[i] for i in members)),
+        log.micro_batches,
+    )
 
 
 def _times(log: LossesInOrder) -> int:

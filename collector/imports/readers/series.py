@@ -112,7 +112,8 @@ class Series:
 @dataclass
 class Notes:
     """What is noted while rows are read: see Series. window replaces that of the kind; decimal_comma: commas are
-    decimal points; not_nats: what shows that the losses are not in nats per token."""
+    decimal points; not_nats: what shows that the losses are not in nats per token; validation: lines that were left out
+    as their losses are of validation data."""
 
     cut: list[str] = field(default_factory=list)
     damaged: list[str] = field(default_factory=list)
@@ -120,6 +121,7 @@ class Notes:
     window: Window | None = None
     decimal_comma: bool = False
     not_nats: str = ""
+    validation: int = 0
 
 
 def windows_of(steps: Sequence[int], window: Window) -> list[int | None]:

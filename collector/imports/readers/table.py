@@ -14,7 +14,7 @@ from typing import Any
 import re2
 
 from binade.collector.errors import ConfigError
-from binade.collector.imports.readers.repeats import LossesInOrder, RepeatedStepError, one_per_step
+from binade.collector.imports.readers.repeats import LossesInOrder, RepeatedStepError, is_unexplained, one_per_step
 from binade.collector.imports.readers.series import (
     NATS,
     UNKNOWN_UNIT,
@@ -29,6 +29,7 @@ from binade.collector.imports.readers.series import (
     step_of,
     windows_of,
 )
+from binade.data.text import counted
 
 BLANK = ("", "None")  # cells of rows without a loss
 MOST_STEPS = 3_000_000  # loss.jsonl is read as a whole: see data.store.MOST_BYTES
@@ -46,7 +47,8 @@ VALIDATION = re2.compile(r"(?:^|[^a-z])(?:val|valid|validation|eval|tel|test|dev
 NOT_NATS = (
     r"(?:pg_loss|policy_loss|actor_loss|vf_loss|value_loss|critic_loss|kl_loss|entropy_loss|ppo_kl|approx_?kl|"
     r"mismatch[ _]kl|pg_clipfrac\w*|clip_?frac\w*|kl_coef\w*|rewards?(?:_\w+)?|mean_reward|avg[ _]reward|advantages?|"
-    r"rewards/\w+|policy_entropy|actor/\w+|critic/\w+|rollout/\w+|dpo_loss|grpo_loss|ppo_loss)"
+    r"rewards/\w+|\w+_rewards?|generation kl error|policy_entropy|actor/\w+|critic/\w+|rollout/\w+|dpo_loss|"
+    r"grpo_loss|ppo_loss)"
 )
 _NOT_NATS = re2.compile(rf"(?i)(?:^|.*[^\w]){NOT_NATS}(?:/\w+)?$")
 
@@ -242,6 +244,9 @@ class LossTable:
         found: list[Series] = []
         for where, members in runs.items():
             losses = self._losses_of(members)
+            chosen = self.columns.repeats or self._kind.repeats
+            if not chosen and is_unexplained(losses) and self._separating(again()):
+                raise ConfigError(f"{self._path}: a step has several losses: {self._choices(again())}")
             try:
                 done = one_per_step(losses, self.columns.repeats, self._kind.repeats)
             except RepeatedStepError as error:
@@ -259,6 +264,8 @@ class LossTable:
         notes, known = self._notes, self._losses.is_known
         window = (notes.window or self._kind.window) if known else Window.UNKNOWN
         steps = sorted(losses)
+        if notes.validation:
+            facts = (*facts, f"{counted(notes.validation, 'line')} of validation data left out")
         if VALIDATION.search(self._loss.lower()):
             facts = (*facts, f"{self._loss} is a loss of validation data")
         reason = self._kind.not_nats if self._kind.unit != NATS else notes.not_nats
@@ -301,7 +308,7 @@ class LossTable:
             facts.append("these are losses of validation data")
         elif number := left_out(lambda key: not keys[key][0]):
             columns = listed([*self._splits, *self._flags])
-            facts.append(f"{number:,} losses of validation data were left out, by column {columns}")
+            facts.append(f"{number:,} losses of validation data left out, by column {columns}")
         ranks = {keys[key][1] for key in kept}
         if 1 < len(ranks) < sum(counts[key] for key in kept):
             first = min(ranks, key=lambda rank: [(part.zfill(LONGEST_VALUE), part) for part in rank])

@@ -216,7 +216,7 @@ def mlflow_metric(start: Start) -> list[str] | None:
 
 def _header(line: str) -> list[str] | None:
     """The columns that a line names, if a step and a loss are among them, and each once."""
-    names = line.lstrip("#").split()
+    names = line.lstrip("#").split() if "\t" not in line else []
     lower = {name.lower() for name in names}
     return names if len(lower) == len(names) and lower & {*STEPS} and lower & {*LOSSES} else None
 
