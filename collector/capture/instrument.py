@@ -302,7 +302,8 @@ def _attached(
     # Passes are counted in every step, for the hashes of their data; if the model is itself a layer, it stays attached.
     counts = recorder is not None and recorder.enabled
     may_compile = not exchanges or any(is_compiled(module) for model in modules for module in model.modules())
-    itself = counts and any(hook.layer.module in modules for hook in hooks)
+    multiplying = (module for hook in hooks for module in (hook.layer.module, *(m for m, _ in hook.layer.others)))
+    itself = counts and any(module in modules for module in multiplying)
     fixed = fixed or exchanges or itself
     with ExitStack() as undo:
         attached, is_attached = undo.enter_context(ExitStack()), False

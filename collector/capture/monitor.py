@@ -40,6 +40,7 @@ class Monitor:
         self._trigger = self._reason = ""  # of the last one that fired
         self._capture = range(0)
         self._non_finite: int | None = None  # the iteration of the last one that was announced
+        self._bad_loss = False  # whether one was announced
         self._captured_bytes = 0
         self._fired: int | None = None  # the iteration of a trigger whose ring is not written yet
 
@@ -90,8 +91,14 @@ class Monitor:
                 self._fire(finding.iteration, {finding.place or "": {NAN: math.inf}})
 
     def see_loss(self, iteration: int, loss: float) -> None:
-        """Evaluate the triggers on the loss of an iteration."""
-        self._fire(iteration, {LOSS: {LOSS: loss, NAN: not math.isfinite(loss)}})
+        """Evaluate the triggers on the loss of an iteration. Warns of the first that is not finite, unless that is
+        watched for."""
+        is_bad = not math.isfinite(loss)
+        self._fire(iteration, {LOSS: {LOSS: loss, NAN: is_bad}})
+        watched = self._options.find_nan or any(trigger.quantity == NAN for trigger in self._options.triggers)
+        if is_bad and self._options.warn and not watched and not self._bad_loss:
+            self._bad_loss = True
+            self.announce(EventKind.WARNING, iteration, "the loss that was logged is NaN or Inf", place=LOSS)
 
     def _fire(self, iteration: int, measured: dict[str, dict[str, float]]) -> None:
         for fired in self._warnings.see(iteration, measured):

@@ -398,8 +398,9 @@ class Recorder:
         session, iteration = self.session, self.clock.iteration
         if session.curves:
             session.curves.log(iteration, values)
-        if "loss" in values and self.watch.trigger:
+        if "loss" in values:
             value = values["loss"]
+            self.probes.log(value)
             session.writing.run(lambda: session.monitor.see_loss(iteration, float(value)))
 
     def twin(self, loss: Callable[[], Tensor], times: int = 1) -> Twin:

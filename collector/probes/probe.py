@@ -120,6 +120,9 @@ class Probe:
     def after_step(self, optimizer: Optimizer) -> None:
         """It has."""
 
+    def log(self, loss: float | Tensor) -> None:
+        """The training loop has logged the loss of the iteration."""
+
     def end_iteration(self, iteration: int) -> None:
         """An iteration in which a pass began is over: the next one begins, or the probe ends, maybe by an exception
         within the iteration."""
@@ -176,7 +179,7 @@ class Probes:
         def waiting(method: str) -> tuple[Callable[..., Any], ...]:
             return tuple(getattr(probe, method) for probe in self._all if _overrides(probe, method))
 
-        self._passes, self._products = waiting("begin_pass"), waiting("before_product")
+        self._passes, self._products, self._logs = waiting("begin_pass"), waiting("before_product"), waiting("log")
         self._ends, self._seeing, self._saving = waiting("end_iteration"), waiting("see"), waiting("save")
         names = frozenset(name for probe in self._all for name in probe.observes)
         self._observing = {name: [probe.observe for probe in self._all if name in probe.observes] for name in names}
@@ -193,6 +196,10 @@ class Probes:
     def before_product(self, layer: Layer, product: Product, moment: Moment) -> None:
         for begin in self._products:
             begin(layer, product, moment)
+
+    def log(self, loss: float | Tensor) -> None:
+        for log in self._logs:
+            log(loss)
 
     def end_iteration(self) -> None:
         """The iteration of the clock is over, if it has begun."""

@@ -1,8 +1,12 @@
-"""Finds the operation that produces the first NaN or Inf of a step.
+"""Finds where the first NaN or Inf of a step comes from.
 
 Each call of a module notes whether its inputs, parameters, results and gradients are finite. The culprit is the first
 module, in the order of execution, whose operands are finite and whose result is not: the innermost, since it ends
 before those that contain it. Whatever a module computes between the calls of its submodules counts as its own.
+
+What comes from outside the modules is told apart by what was finite last: weights are checked when a pass begins, and
+before and after each step of an optimizer that holds them, with the gradients that it gets. So a weight is bad from the
+start, or since a step, or because other code has written it.
 
 On a GPU the notes stay there until the step ends, and are fetched in one asynchronous copy; so the operands of that
 operation are gone by the time it is known. The event states their largest magnitude. The operands are kept on a CPU,
@@ -23,16 +27,20 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from binade.collector.capture.adapters.dtensor import is_dtensor
 from binade.collector.capture.adapters.engine import place
-from binade.collector.capture.adapters.products import tensors_in
+from binade.collector.capture.adapters.products import tensors_in, transformed
+from binade.collector.capture.clock import Moment, gradient_of, parameters_of, running_backward
 from binade.collector.capture.instrumented import Instrumented
 from binade.collector.capture.observer import version_of
 from binade.collector.capture.writing import copy_later
 from binade.collector.models.site import Site
 from binade.collector.probes.probe import Finding, Probe, Recording
 from binade.data.events import EventKind, Reached
+from binade.data.text import and_more
 from binade.quant.gemm import sampling
 from binade.quant.quantizer import DTYPES
 
@@ -56,14 +64,92 @@ class _Note:
         self.bad = math.isnan(low) or math.isinf(high) or (math.isinf(low) and not self.mask)
 
 
+Notes = dict[str, _Note]  # by the path of a parameter or buffer in the model
+Origin = tuple[int, str, str]  # where something not finite begins: (order, place, what happened)
+
+
+@dataclass
+class _Check:
+    """The parameters of the model at one moment: when a pass begins, or around a step of an optimizer.
+
+    optimizer  the class of the one that is about to step, or that runs this pass within its step; "" without one
+    gradients  those that the optimizer gets; None if a pass begins
+    after      the parameters once it has stepped, and when
+    """
+
+    order: int
+    parameters: Notes
+    optimizer: str = ""
+    gradients: Notes | None = None
+    after: tuple[int, Notes] | None = None
+
+
+@dataclass
+class _Bad:
+    """How long a parameter is not finite, by orders, and why."""
+
+    since: int
+    why: str
+    until: float = math.inf
+
+
+@dataclass
+class _Weights:
+    """What is known of each parameter, over all steps; only the writer's thread uses it.
+
+    finite   where it was finite last, in words
+    bad      when it was not finite last
+    stepped  whether an optimizer has
+    """
+
+    finite: dict[str, str] = field(default_factory=dict)
+    bad: dict[str, _Bad] = field(default_factory=dict)
+    stepped: bool = False
+
+    def see(self, order: int, notes: Notes, when: str, why: str = "") -> list[str]:
+        """The parameters were checked. when, why: when that was, and what made those that are not finite now, if that
+        is known. Returns the names of these, if they were not known to be."""
+        new = []
+        for name, note in notes.items():
+            known = self.bad.get(name)
+            is_known = known is not None and known.until == math.inf
+            if not note.bad:
+                self.finite[name] = when
+                if known and is_known:
+                    known.until = order
+            elif not is_known:
+                self.bad[name] = _Bad(order, why or self._cause(name))
+                new.append(name)
+        return new
+
+    def _cause(self, name: str) -> str:
+        if before := self.finite.get(name):
+            return f"it was finite {before}, and no optimizer step was seen to change it: other code has written it"
+        if self.stepped:
+            return "it was not finite when it was checked first"
+        return "it was so before the first optimizer step: it was loaded or initialized with it"
+
+    def explained(self, names: Sequence[str]) -> str:
+        """A sentence about parameters that are not finite."""
+        return f"{names[0]}{and_more(names)} is not finite: {self.bad[names[0]].why}"
+
+    def within(self, module: str, order: int) -> list[str]:
+        """The parameters of a module and its parts that were not finite then."""
+        start = f"{module}." if module else ""
+        return [name for name, bad in self.bad.items() if bad.since <= order < bad.until and name.startswith(start)]
+
+
 @dataclass
 class _ModuleCall:
-    """A call of a module. Notes on its results and gradients have a position in the order of execution."""
+    """A call of a module. Notes on its results and gradients have a position in the order of execution. outermost:
+    whether the training loop called it."""
 
     name: str
-    started: int
+    outermost: bool
+    order: int
     operands: list[_Note]
-    parameters: list[_Note]
+    parameters: Notes
+    buffers: Notes
     results: list[tuple[int, _Note]] = field(default_factory=list)
     arriving: list[tuple[int, _Note]] = field(default_factory=list)  # gradients of its results
     leaving: list[tuple[int, _Note]] = field(default_factory=list)  # of its inputs and parameters
@@ -74,25 +160,38 @@ class _ModuleCall:
     def made(self, operation: str) -> list[tuple[int, _Note]]:
         return self.results if operation == FORWARD else self.leaving
 
-    def origins(self) -> Iterator[tuple[int, str, str]]:
-        """(order, place, what happened) where something not finite begins."""
+    def origins(self, weights: _Weights) -> Iterator[Origin]:
         name = self.name or "the model"
-        if any(note.bad for note in self.parameters):
-            text = "had a non-finite parameter before the step: the last optimizer step produced it"
-            yield self.started, name, f"{name} {text}"
+        if bad := [path for path, note in self.parameters.items() if note.bad]:
+            yield self.order, name, weights.explained(bad)
         elif any(note.bad for note in self.operands):
             if not self.name:
-                yield self.started, "data", "the model's input is not finite: the NaN or Inf comes from the data"
+                yield self.order, "data", "the model's input is not finite: the NaN or Inf comes from the data"
+            elif self.outermost:
+                yield self.order, name, f"{name}: its input is not finite, and the training loop gave it that"
         elif (at := _first(self.results)) is not None:
-            taken = _range((*self.operands, *self.parameters))
-            yield at, name, f"{name}, {FORWARD}: its inputs are finite{taken}, but its result is not"
+            taken = _range((*self.operands, *self.parameters.values()))
+            if unseen := weights.within(self.name, at):
+                yield at, unseen[0].rpartition(".")[0] or "the model", weights.explained(unseen)
+            elif bad := [path for path, note in self.buffers.items() if note.bad]:
+                yield at, name, f"{name}, {FORWARD}: its buffer {bad[0]}{and_more(bad)} is not finite"
+            else:
+                yield at, name, f"{name}, {FORWARD}: its inputs are finite{taken}, but its result is not"
         elif (at := _first(self.arriving)) is not None:
             if not self.name:
                 yield at, "loss", "the gradient of the model's result is not finite: the NaN or Inf comes from the loss"
+            elif self.outermost:
+                text = "the gradient of its result is not finite, and comes from outside of it"
+                yield at, name, f"{name}, {BACKWARD}: {text}"
         elif (at := _first(self.leaving)) is not None:
             arrived = _range(note for _, note in self.arriving)
             text = f"the gradient of its result is finite{arrived}, but the one that it computes is not"
             yield at, name, f"{name}, {BACKWARD}: {text}"
+
+
+def _is_wrapper(x: object) -> bool:
+    """Whether it is a tensor of a subclass that holds others, such as a quantized weight."""
+    return is_traceable_wrapper_subclass(x)
 
 
 def stays(x: Tensor) -> bool:
@@ -119,7 +218,11 @@ class Provenance:
         self.open: list[_ModuleCall] = []
         self.ended: list[_ModuleCall] = []
         self.last: dict[nn.Module, _ModuleCall] = {}
+        self.checks: list[_Check] = []
+        self.stepping: list[_Check] = []  # of optimizers whose step is running, one within the other
+        self.losses: list[tuple[int, _Note]] = []
         self.waiting: list[_Note] = []  # notes on a GPU
+        self.weights = _Weights()
         self.known: dict[int, tuple[weakref.ref[Tensor], int, _Note]] = {}
         self.kept = False
         self.found = False  # only the writer's thread writes it
@@ -136,14 +239,16 @@ class Provenance:
                     hook = partial(self._parameter, module)
                     undo.callback(parameter.register_hook(hook).remove)
 
-    def _note(self, x: Tensor) -> _Note | None:
-        if not (x.is_floating_point() and x.numel()) or is_dtensor(x):
+    def _note(self, x: Tensor, again: bool = False) -> _Note | None:
+        """again: even if its values seem not to have changed, as those that were written through .data."""
+        if not (x.is_floating_point() and x.numel()) or is_dtensor(x) or _is_wrapper(x):
             return None
         version = version_of(x)
         known = self.known.get(id(x))
-        if known and known[0]() is x and known[1] == version:
+        if known and known[0]() is x and known[1] == version and not again:
             return known[2]
-        low, high = torch.aminmax(x.detach())
+        values = x.detach() if x.layout is torch.strided else x.detach().coalesce().values()
+        low, high = torch.aminmax(values.float() if x.itemsize == 1 else values)
         note = _Note((low, high), not x.requires_grad)
         if stays(x) and (self.kept or not self.found):
             self.waiting.append(note)
@@ -155,15 +260,58 @@ class Provenance:
     def _notes(self, value: object) -> list[_Note]:
         return [note for x in tensors_in(value) if (note := self._note(x))]
 
+    def _named(self, tensors: Iterable[tuple[str, Tensor | None]], again: bool = False) -> Notes:
+        """Those of a rank's part of a DTensor, too."""
+        local = (
+            (name, x.to_local() if is_dtensor(x) else x)  # type: ignore[attr-defined]
+            for name, x in tensors
+            if x is not None and not x.is_meta
+        )
+        return {name: note for name, x in local if (note := self._note(x, again))}
+
+    def begin_pass(self) -> None:
+        """A forward pass begins: check the weights, also those that code outside of their modules multiplies by."""
+        parameters = self._named(self.modules[""].named_parameters(), again=True)
+        self.checks.append(_Check(next(self.orders), parameters, self.stepping[-1].optimizer if self.stepping else ""))
+
+    def _held(self, optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
+        held = set(map(id, parameters_of(optimizer)))
+        return [(name, p) for name, p in self.modules[""].named_parameters() if id(p) in held]
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        held = self._held(optimizer)
+        gradients = self._named(((name, gradient_of(p)) for name, p in held), again=True)
+        for note in gradients.values():
+            note.mask = False
+        parameters = self._named(held, again=True)
+        self.stepping.append(_Check(next(self.orders), parameters, type(optimizer).__name__, gradients))
+        self.checks.append(self.stepping[-1])
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        if self.stepping:
+            self.stepping.pop().after = next(self.orders), self._named(self._held(optimizer), again=True)
+
+    def log(self, loss: float | Tensor) -> None:
+        """The training loop has logged the loss."""
+        note = _Note((torch.tensor(0.0),) * 2, False)
+        if isinstance(loss, Tensor):
+            note = self._note(loss.detach().reshape(1)) or note
+        else:
+            note.decide(loss, loss)
+        self.losses.append((next(self.orders), note))
+
     def _begins(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if self.modules[name] is not module:
+        if self.modules[name] is not module or transformed():
             return None
         if not name:
             self.open.clear()  # of a pass that raised
             if len(self.ended) > MOST_CALLS:  # where nothing tells the steps apart
                 self.end(self.recording.clock.iteration)
-        parameters = [p for p in module.parameters(recurse=False) if not p.is_meta]
-        call = _ModuleCall(name, next(self.orders), self._notes((args, kwargs)), self._notes(parameters))
+        start = f"{name}." if name else ""
+        parameters = self._named((start + last, p) for last, p in module.named_parameters(recurse=False))
+        buffers = self._named((start + last, x) for last, x in module.named_buffers(recurse=False))
+        outermost, operands = not self.open and not running_backward(), self._notes((args, kwargs))
+        call = _ModuleCall(name, outermost, next(self.orders), operands, parameters, buffers)
         if not self.kept and torch.is_grad_enabled():
             held = (x for x in tensors_in((args, kwargs)) if self.found or not stays(x))
             call.inputs = [(x.detach(), version_of(x)) for x in held]
@@ -217,7 +365,7 @@ class Provenance:
             return
         before = (
             *call.operands,
-            *call.parameters,
+            *call.parameters.values(),
             *(earlier_note for _, earlier_note in (*call.results, *call.arriving)),
         )
         if note.bad and call.arriving and not any(earlier_note.bad for earlier_note in before):
@@ -238,7 +386,9 @@ class Provenance:
         if not any(y.requires_grad for y in tensors_in(result)):
             call.inputs.clear()  # no backward pass will come
         self.ended.append(call)
-        made = _first(call.results) is not None and not any(note.bad for note in (*call.operands, *call.parameters))
+        made = _first(call.results) is not None and not any(
+            note.bad for note in (*call.operands, *call.parameters.values())
+        )
         if made and not self.kept and self.recording.entered:
             self._keep(call.name, FORWARD, [], tensors_in((args, kwargs)), tensors_in(result))
 
@@ -263,58 +413,110 @@ class Provenance:
 
     def end(self, iteration: int) -> None:
         """A step has ended: pass it to the writer's thread."""
-        ended, self.ended = self.ended, []
+        step = _Step(iteration, self.ended, self.checks, self.losses)
         waiting, self.waiting = self.waiting, []
+        self.ended, self.checks, self.stepping, self.losses = [], [], [], []
         self.known.clear()
         self.last = {module: call for module, call in self.last.items() if call in self.open}
-        if not self.recording.entered or not (waiting or any(True for call in ended for _ in call.origins())):
+        if not self.recording.entered:
             return
         arrived = None
         if waiting:
             device = waiting[0].extremes[0].device
             flat = [x.to(device, non_blocking=True) for note in waiting for x in note.extremes]
             arrived = copy_later(torch.stack([x.float() for x in flat]))
-        self.recording.report(partial(self._judge, iteration, ended, waiting, arrived))
+        self.recording.report(partial(self._judge, step, waiting, arrived))
 
     def _judge(
-        self,
-        iteration: int,
-        calls: list[_ModuleCall],
-        waiting: list[_Note],
-        arrived: tuple[Tensor, Callable[[], None]] | None,
+        self, step: _Step, waiting: list[_Note], arrived: tuple[Tensor, Callable[[], None]] | None
     ) -> Iterator[Finding]:
         """On the writer's thread."""
         if arrived:
             arrived[1]()
             for note, (low, high) in zip(waiting, arrived[0].view(-1, 2).tolist(), strict=True):
                 note.decide(low, high)
-        if origins := sorted(origin for call in calls for origin in call.origins()):
+        if origins := sorted(step.origins(self.weights)):
             self.found = True
             order, where, text = origins[0]
             site = self._site(where) if where in self.modules else None
             more = {
-                "order": order - calls[0].started,
+                "order": order - step.started,
                 "layer": site.layer_index if site else None,
                 "module": site.module if site else None,
-                "chain": _chain(calls, order),
+                "chain": _chain(step.calls, step.started, order),
             }
-            yield Finding(iteration, text, where, EventKind.NON_FINITE, more)
+            yield Finding(step.iteration, text, where, EventKind.NON_FINITE, more)
 
 
-def _chain(calls: list[_ModuleCall], origin: int) -> tuple[Reached, ...]:
+@dataclass
+class _Step:
+    """What was noted in a step."""
+
+    iteration: int
+    calls: list[_ModuleCall]
+    checks: list[_Check]
+    losses: list[tuple[int, _Note]]
+
+    @property
+    def started(self) -> int:
+        return min((*(call.order for call in self.calls), *(check.order for check in self.checks)), default=0)
+
+    def origins(self, weights: _Weights) -> Iterator[Origin]:
+        """Updates what is known of the weights, too."""
+        in_order: list[_ModuleCall | _Check] = [*self.calls, *self.checks]
+        in_order.sort(key=lambda noted: noted.order)
+        steps: list[Origin] = []
+        for noted in in_order:
+            at = f"of iteration {self.iteration}"
+            if isinstance(noted, _ModuleCall):
+                weights.see(noted.order, noted.parameters, f"in the forward pass {at}")
+            elif noted.gradients is None:
+                made = f"the step of {noted.optimizer} made it" if noted.optimizer else ""
+                weights.see(noted.order, noted.parameters, f"when a forward pass {at} began", made)
+            else:
+                weights.see(noted.order, noted.parameters, f"before the optimizer step {at}")
+                steps += self._of_step(noted, noted.gradients, weights)
+        yield from steps
+        for call in self.calls:
+            yield from call.origins(weights)
+        for order, note in self.losses:
+            if note.bad:
+                text = "the loss that was logged is not finite, although the results and gradients of the model are"
+                yield order, "loss", f"{text}: it was computed outside of the model"
+
+    def _of_step(self, check: _Check, gradients: Notes, weights: _Weights) -> Iterator[Origin]:
+        """What the step of an optimizer got and made."""
+        bad = [name for name, note in gradients.items() if note.bad]
+        if bad:
+            text = (
+                f"the gradient of {bad[0]}{and_more(bad)} is not finite at the optimizer step, although those that the "
+                "backward pass computed were: something in between made it so, such as their sum, unscaling or clipping"
+            )
+            yield check.order, bad[0].rpartition(".")[0] or "the model", text
+        weights.stepped = True
+        if check.after is None:
+            return
+        order, after = check.after
+        given = "a gradient that is not finite" if bad else "finite weights and gradients"
+        made = f"the step of {check.optimizer} in iteration {self.iteration} made it, from {given}"
+        if new := weights.see(order, after, f"after the optimizer step of iteration {self.iteration}", made):
+            yield order, new[0].rpartition(".")[0] or "the model", weights.explained(new)
+
+
+def _chain(calls: list[_ModuleCall], started: int, origin: int) -> tuple[Reached, ...]:
     """What is not finite after the origin: the results of modules that contain no other such module, and of the model,
     the loss, and the gradients that these modules compute."""
     links = []
     # A module that returns its input, as the last one may, has the gradient of its input before that of its result.
     gradients = [at for call in calls for at, note in (*call.arriving, *call.leaving) if note.bad and at > origin]
     if any(_first(call.arriving) in gradients for call in calls if not call.name):
-        links.append(Reached(min(gradients) - calls[0].started, "loss", BACKWARD))
+        links.append(Reached(min(gradients) - started, "loss", BACKWARD))
     for operation in (FORWARD, BACKWARD):
         made = ((call.name, _first(call.made(operation))) for call in reversed(calls))  # the first of several calls
         bad = {name: at for name, at in made if at is not None and at > origin}
         containing = {name[:at] for name in bad for at, letter in enumerate(name) if letter == "."}
         links += [
-            Reached(at - calls[0].started, name or "the model", operation)
+            Reached(at - started, name or "the model", operation)
             for name, at in bad.items()
             if not name or name not in containing
         ]
@@ -355,6 +557,21 @@ class FirstNonFinite(Probe):
     def attach(self, undo: ExitStack) -> None:
         for provenance in self.traced:
             provenance.attach(undo)
+
+    def begin_pass(self, moment: Moment) -> None:
+        for provenance in self.traced:
+            provenance.begin_pass()
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        for provenance in self.traced:
+            provenance.before_step(optimizer)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        for provenance in self.traced:
+            provenance.after_step(optimizer)
+
+    def log(self, loss: float | Tensor) -> None:
+        self.traced[0].log(loss)
 
     def end_iteration(self, iteration: int) -> None:
         for provenance in self.traced:

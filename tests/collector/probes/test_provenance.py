@@ -221,6 +221,162 @@ def test_the_operands_of_a_backward_pass_are_kept(tmp_path, monkeypatch, recipe,
         assert f"(absmax {seen['grad_output1'].abs().max().item():.3g})" in event.text
 
 
+class Mixed(nn.Module):
+    """A module that multiplies by the weight of a layer instead of calling it."""
+
+    def __init__(self):
+        super().__init__()
+        self.unseen = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return F.linear(x, self.unseen.weight)
+
+
+class Parts(nn.Module):
+    """Layers that the model calls, one that it does not call, a buffer, and a table with sparse gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.first, self.mixed = nn.Embedding(16, 8, sparse=True), nn.Linear(8, 8), Mixed()
+        self.scale, self.last = nn.BatchNorm1d(8, momentum=None).eval(), nn.Linear(8, 8)
+
+    def forward(self, tokens):
+        x = self.mixed(self.first(self.table(tokens)))
+        return self.last(self.scale(x))
+
+
+def cause(root, loop, optimizer=torch.optim.SGD, **options):
+    """(iteration, place, text) of the first event of three iterations, which the loop runs; None without one."""
+    torch.manual_seed(0)
+    model = Parts()
+    model.train = lambda mode=True: model  # the buffers stay
+    steps = optimizer([p for p in model.parameters() if p is not model.table.weight], **{"lr": 0.1} | options)
+    with Recorder(root, watch=Watch(find_nan=True), iterations=0) as recorder, instrument(model, "bf16", recorder):
+        for iteration in range(3):
+            loop(model, steps, recorder, iteration)
+            steps.zero_grad()
+    events = [event for event in read_events(recorder.writer.directory) if event.kind == "non-finite"]
+    return (events[0].iteration, events[0].place, events[0].text) if events else None
+
+
+TOKENS = torch.arange(12) % 5
+
+
+def usual(model, optimizer, recorder, iteration, before=lambda: None, between=lambda: None, factor=1.0):
+    before()
+    (model(TOKENS).square().mean() * factor).backward()
+    between()
+    optimizer.step()
+
+
+def test_a_sound_loop_has_no_cause(tmp_path):
+    assert cause(tmp_path, usual) is None
+
+
+@pytest.mark.parametrize("where", ["first.weight", "first.bias", "mixed.unseen.weight", "table.weight"])
+@pytest.mark.parametrize("when", [0, 1, 2])
+def test_a_weight_that_other_code_has_written(tmp_path, where, when):
+    """Loaded at first, and later over a finite one, in place or through .data."""
+
+    def loop(model, optimizer, recorder, iteration):
+        def damage():
+            if iteration == when:
+                weight = model.get_parameter(where)
+                if when == 1:
+                    weight.data[0] = torch.nan
+                else:
+                    model.load_state_dict(model.state_dict() | {where: torch.full_like(weight, torch.inf)})
+
+        usual(model, optimizer, recorder, iteration, damage)
+
+    iteration, place, text = cause(tmp_path, loop)
+    assert (iteration, place) == (when, where.rpartition(".")[0]) and where in text
+    assert ("loaded or initialized" in text, "other code has written it" in text) == (when == 0, when > 0)
+
+
+def test_a_weight_that_is_damaged_between_micro_batches_and_mended_before_the_step(tmp_path):
+    def loop(model, optimizer, recorder, iteration):
+        model(TOKENS).square().mean().backward()
+        kept = model.first.weight.detach().clone()
+        model.first.weight.data.fill_(torch.nan)
+        model(TOKENS).square().mean().backward()
+        model.first.weight.data.copy_(kept)
+        for p in model.parameters():
+            p.grad = None
+        optimizer.step()
+
+    iteration, place, text = cause(tmp_path, loop)
+    assert (iteration, place) == (0, "first") and "finite in the forward pass of iteration 0" in text
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [
+        (torch.optim.SGD, {"lr": 1e38, "foreach": False}),
+        (torch.optim.SGD, {"lr": 1e38, "foreach": True}),
+        (torch.optim.AdamW, {"lr": float("inf")}),
+        (torch.optim.LBFGS, {"lr": float("inf")}),
+    ],
+    ids=["sgd", "foreach", "adamw", "lbfgs"],
+)
+def test_an_optimizer_that_makes_it(tmp_path, optimizer, options):
+    def loop(model, optimizer, recorder, iteration):
+        def closure():
+            optimizer.zero_grad()
+            loss = model(TOKENS).square().mean()
+            loss.backward()
+            return loss
+
+        if isinstance(optimizer, torch.optim.LBFGS):
+            optimizer.step(closure)
+        else:
+            usual(model, optimizer, recorder, iteration, factor=1e6)
+
+    iteration, _, text = cause(tmp_path, loop, optimizer, **options)
+    assert iteration == 0 and f"the step of {optimizer.__name__}" in text and "made it" in text
+
+
+def test_a_gradient_that_is_spoiled_after_the_backward_pass(tmp_path):
+    def loop(model, optimizer, recorder, iteration):
+        usual(model, optimizer, recorder, iteration, between=lambda: model.last.weight.grad.mul_(torch.nan))
+
+    iteration, place, text = cause(tmp_path, loop)
+    assert (iteration, place) == (0, "last") and "those that the backward pass computed were" in text
+
+
+def test_a_buffer(tmp_path):
+    def loop(model, optimizer, recorder, iteration):
+        model.scale.running_mean[2] = torch.nan
+        usual(model, optimizer, recorder, iteration)
+
+    assert cause(tmp_path, loop)[1:] == ("scale", "scale, forward: its buffer scale.running_mean is not finite")
+
+
+def test_what_the_training_loop_computes_between_parts_of_the_model(tmp_path):
+    def loop(model, optimizer, recorder, iteration):
+        x = model.first(model.table(TOKENS)) * (torch.inf if iteration == 1 else 1.0)
+        model.last(x).square().mean().backward()
+        optimizer.step()
+
+    iteration, place, text = cause(tmp_path, loop)
+    assert (iteration, place) == (1, "last") and "the training loop gave it" in text
+
+
+@pytest.mark.parametrize("find_nan", [True, False])
+def test_a_loss_that_is_logged_and_has_no_backward_pass(tmp_path, find_nan):
+    """A loop that skips such steps."""
+    model = Small()
+    watch = Watch(find_nan=find_nan)
+    with Recorder(tmp_path, watch=watch, iterations=0) as recorder, instrument(model, "bf16", recorder):
+        for loss in (1.0, torch.tensor(torch.nan), float("inf"), 1.0):
+            model(torch.ones(4, 8)).sum().backward()
+            recorder.log(loss=loss)
+            recorder.step()
+    (event,) = read_events(recorder.writer.directory)
+    assert (event.kind, event.iteration, event.place) == ("non-finite" if find_nan else "warning", 1, "loss")
+    assert "logged" in event.text
+
+
 def test_a_copy_of_the_model_is_not_traced(tmp_path):
     model, x = Small(), torch.full((4, 8), torch.nan)
     with Recorder(tmp_path, watch=Watch(find_nan=True), iterations=0) as recorder, instrument(model, "bf16", recorder):
