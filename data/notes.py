@@ -20,6 +20,7 @@ RECOMPUTED = (
 PADDING = (
     "statistics, sketch and errors are of the other tokens. Its shape and values include padding, and so did rounding."
 )
+MASKED = "statistics, sketch and errors are of the others. Its shape, values and block histograms include them."
 # Versions that are no tool
 OF_ANY_TOOL = {"checkpoint": "Its file is a checkpoint.", "module path": "Its name is a path in the model."}
 NAMED = {"layer_index": "layer", "quant_type": "quant type", "micro_batch": "micro-batch", "tensor_name": "name"}
@@ -57,8 +58,8 @@ def rounded_twice(configs: Iterable[Mapping[str, Any]], everywhere: bool = False
 
 def notes(row: Mapping[str, Any], config: str = "{}") -> list[str]:
     """Sentences on a row of the table `tensor` (a dict or a pandas Series); config: its run.json, as text. For a tensor
-    that Binade recorded, they say only that padding was left out, that its layer was recomputed or that its weight lies
-    on a grid.
+    that Binade recorded, they say only that padding or masked pairs were left out, that its layer was recomputed or
+    that its weight lies on a grid.
 
     The notes are plain text and include file names and words of the log only if these are plain words. They are
     harmless as text, but must still be escaped as HTML or Markdown.
@@ -69,7 +70,13 @@ def notes(row: Mapping[str, Any], config: str = "{}") -> list[str]:
         recomputed = RECOMPUTED if pd.notna(row["recomputed"]) and row["recomputed"] else None
         left_out = row["tokens_left_out"]
         padding = f"Without the {left_out:,.0f} tokens of padding: {PADDING}" if pd.notna(left_out) else None
-        return [sentence for sentence in (padding, recomputed, grid) if sentence]
+        pairs = row["pairs_left_out"]
+        masked = (
+            f"Without the {pairs:,.0f} pairs that the softmax does not see: {MASKED}"
+            if pd.notna(pairs) and pairs
+            else None
+        )
+        return [sentence for sentence in (padding, masked, recomputed, grid) if sentence]
     known = "Its file name does not describe it."
     if pd.notna(version):  # V0 to V7, or a tool
         numbered = re.fullmatch(r"V\d[a-z]?", version)

@@ -76,6 +76,7 @@ CREATE TABLE tensor (
     shard_stride  INTEGER,              -- number of tensors along the axis, each sharded separately: 2 for gate and up
     recomputed    BOOLEAN,              -- its layer's forward pass ran again during the backward pass; null if not known
     tokens_left_out INTEGER,            -- padding, which statistics, sketch and errors leave out; null without a mask
+    pairs_left_out BIGINT,              -- pairs of query and key that the softmax does not see, which statistics, sketch and errors leave out; null without a mask
     source_version VARCHAR,             -- for an imported tensor: the tool that logged it; for the Megatron fork, the naming of its file, V0 to V7
     original_quant_type VARCHAR,        -- for an imported tensor: the quant type as spelled in its log
     stage         VARCHAR,              -- before, after: whether it was taken before or after quantization, according to its log

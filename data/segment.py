@@ -172,7 +172,8 @@ class TensorRow:
     None if the log does not contain them. recomputed: the layer's forward pass ran a second time during the backward
     pass (activation recomputation); None if not known. last_bin: of a norm's gain, by MX format the share of its values
     that round to the largest code of their block; not written. tokens_left_out: how many tokens are padding, which
-    statistics and errors leave out; None if there is no mask, or if it does not apply to the tensor.
+    statistics and errors leave out; None if there is no mask, or if it does not apply to the tensor. pairs_left_out:
+    likewise how many pairs of a map of attention the softmax does not see; None without a mask.
     """
 
     tensor_id: str
@@ -198,6 +199,7 @@ class TensorRow:
     sha256: str | None = None
     last_bin: Mapping[str, float] = field(default_factory=dict)
     tokens_left_out: int | None = None
+    pairs_left_out: int | None = None
 
 
 @dataclass(frozen=True)
@@ -276,7 +278,7 @@ TENSOR_SCHEMA = pa.schema(
     + [(name, _REAL) for name in MOMENTS]
     + [(name, _LONG) for name in COUNTS]
     + [column[:2] for column in _SHARD]
-    + [("recomputed", pa.bool_()), ("tokens_left_out", _INT)]
+    + [("recomputed", pa.bool_()), ("tokens_left_out", _INT), ("pairs_left_out", _LONG)]
     + [column[:2] for column in _ORIGIN]
     + [("gemm", _TEXT), ("result_sqnr_db", _REAL), ("format", _TEXT), *_ROUNDED_WITH]
     + [(name, _REAL) for name in ERROR_COLUMNS]
@@ -508,6 +510,7 @@ def tensor_record(row: TensorRow | LoggedRow) -> dict[str, Any]:
         **{column: getattr(row.shard, name, None) for column, _, name in _SHARD},
         "recomputed": row.recomputed,
         "tokens_left_out": row.tokens_left_out,
+        "pairs_left_out": row.pairs_left_out,
         **origin,
         "gemm": row.gemm,
         "result_sqnr_db": row.result_sqnr_db,

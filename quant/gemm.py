@@ -52,6 +52,7 @@ class Observed:
     shape      the shape to show the tensor in, where the product works on a reshaped one
     rounded    rounds a forward operand to the same values once more, transformed back
     exact      the result of the same GEMM on operands that are not rounded; None if neither operand is rounded
+    hidden     of a map of attention, which values the softmax does not see: bool, of that shape or expanding to it
     by_model   whether the model's own code rounds the operands of this GEMM, and no recipe does
     """
 
@@ -69,6 +70,7 @@ class Observed:
     shape: tuple[int, ...] | None = None
     rounded: Callable[[], Tensor] | None = None
     exact: Callable[[], Tensor] | None = None
+    hidden: Tensor | None = None
     by_model: bool = False
 
 

@@ -6,6 +6,7 @@ All is computed at once, on the tensor's device; the writer's thread fetches it.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,7 +30,7 @@ from binade.collector.recipes.recipe import BF16
 from binade.data.segment import Identity, Shard, Trace
 from binade.data.tensor_kinds import LATER, MAPS, Gemm, Measure, Operation, Phase
 from binade.data.text import plain_name
-from binade.quant.backends.counts import counted
+from binade.quant.backends.counts import Counted, counted
 from binade.quant.blocks import look
 from binade.quant.gemm import Observed, Rounding, linear
 from binade.quant.later import Later, LaterPart
@@ -139,7 +140,7 @@ class Measurer:
         shown = x.reshape(shape) if rows is None else valid
         trace = _trace_later(seen, shown, identity().tensor_name) if traced else None
         codes = counted(valid) if whole and x.device.type == "cpu" else None
-        summary = summarize_later(valid, codes=codes, sketch=whole)
+        summary, pairs_left_out = summarized(seen, valid, rows, codes, whole)
         blocks = whole and Measure.BLOCKS in self.measures
         scores = formats_for(tuple(scores), identity().layer_type, identity().tensor_name) if whole else ()
         tried = try_formats(seen, scores, gemm, blocks, codes, rows=rows)
@@ -174,6 +175,7 @@ class Measurer:
             trace=trace,
             last_bin=last_bin,
             tokens_left_out=tokens_left_out,
+            pairs_left_out=pairs_left_out,
             merged=merged,
         )
         self.drafts.drafts.append(draft)
@@ -221,6 +223,38 @@ class Measurer:
 
         relative = Path("tensors", quant_type, name)
         return relative if run.offer(relative, x, description, (summary,)) else None
+
+
+def hidden_in(seen: Observed, rows: Tensor | None) -> Tensor | None:
+    """Which values of a map of attention, or of these of its rows, the softmax does not see; None if it sees all."""
+    if seen.hidden is None:
+        return None
+    hidden, shape = seen.hidden, tuple(seen.shape or seen.tensor.shape)
+    if hidden.numel() == math.prod(shape):
+        hidden = hidden.reshape(shape)
+    elif all(size in (1, wanted) for size, wanted in zip(hidden.shape[::-1], shape[::-1], strict=False)):
+        hidden = hidden.expand(shape)
+    else:  # a product of something else, in a module that is named as a core and is none
+        return None
+    return hidden if rows is None else hidden.flatten(0, -2).index_select(0, rows)
+
+
+def summarized(
+    seen: Observed, values: Tensor, rows: Tensor | None, codes: Counted | None = None, sketch: bool = True
+) -> tuple[Later[Summary], Later[int] | None]:
+    """(the statistics of the values, those of these rows, and the number of those that are left out as the softmax does
+    not see them; None without a mask). codes: `counted` of the values, if known."""
+    hidden = hidden_in(seen, rows)
+    if hidden is None:
+        return summarize_later(values, codes=codes, sketch=sketch), None
+    count = Later(int, LaterPart(hidden.sum()))
+    summary = summarize_later(values.reshape(hidden.shape).masked_fill(hidden, torch.nan), sketch=sketch)
+    return Later(_without_hidden, summary, count), count
+
+
+def _without_hidden(summary: Summary, hidden: int) -> Summary:
+    """The summary of values among which so many are hidden, as NaN, without these."""
+    return replace(summary, numel=summary.numel - hidden, nans=summary.nans - hidden)
 
 
 def warm_up(scores: Sequence[str], blocks: bool, formats: Iterable[GemmFormats], device: torch.device) -> float:

@@ -29,7 +29,7 @@ from torch import Tensor
 from binade.collector.capture.adapters.layer import InstrumentError, Layer, wrong_dtype
 from binade.collector.capture.adapters.products import transformed
 from binade.collector.capture.clock import IN_FLIGHT, Moment, running_backward, seed_of
-from binade.collector.capture.measure import Measurer
+from binade.collector.capture.measure import Measurer, hidden_in, summarized
 from binade.collector.capture.policy import Policy
 from binade.collector.capture.rows import DraftRow
 from binade.collector.capture.sensitivity import ONE, Predictions
@@ -45,6 +45,7 @@ from binade.quant.later import Later
 from binade.quant.metrics import sqnr_later
 from binade.quant.quantizer import DTYPES
 from binade.quant.specs import GemmFormats
+from binade.quant.summary import Summary
 
 OPERAND_NAMES = frozenset(chain(LATER, *OPERANDS.values()))
 FORWARD = frozenset(("a", "b", "y", "scores"))  # what a product shows in its forward pass
@@ -182,6 +183,7 @@ class Observer:
     valid      the micro-batch's tokens that are not padding, if there is a mask
     operands   forward operands that wait for their gradient: what `without_copies` leaves, and the version of the
                values
+    result     the last result that came with the exact one, until it is recorded
     factors    of a linear layer: its input, then the gradient of its output; a weight's gradients follow from them
     """
 
@@ -195,7 +197,7 @@ class Observer:
     valid: Valid | None = None
     operands: dict[str, tuple[Observed, int]] = field(default_factory=dict)
     factors: list[Observed] = field(default_factory=list)
-    result_sqnr: Later[float] | None = None
+    result: Observed | None = None
 
     def __call__(self, seen: Observed) -> None:
         name, observing = seen.name, self.observing
@@ -210,12 +212,9 @@ class Observer:
             return
         kind, draft = observing.kinds.get((self.product, LATER.get(name, name))), None
         if name in OPERAND_NAMES:
-            self.result_sqnr = None  # that of a result that was not recorded
+            self.result = None  # a result that was not recorded
         if not self.moment.basic and seen.exact and Measure.RESULT in observing.measurer.measures:
-            pair = seen.exact(), seen.tensor
-            if (rows := self._rows(seen)) is not None:
-                pair = pair[0].flatten(0, -2).index_select(0, rows), pair[1].flatten(0, -2).index_select(0, rows)
-            self.result_sqnr = sqnr_later(*pair)
+            self.result = seen
         if name in LATER:
             if kind and kind.observed in self.scores:
                 gemm = Gemm(name.partition("_")[0])
@@ -229,7 +228,7 @@ class Observer:
         if observers := observing.probes.observers(name):
             summary = draft.summary if draft else None
             place = self.layer, self.product, self.moment, self.again
-            shown = Observation(seen, *place, partial(self._values, seen), summary)
+            shown = Observation(seen, *place, partial(self._values, seen), partial(self._summarized, seen), summary)
             for observe in observers:
                 observe(shown)
         if predicts:
@@ -257,12 +256,25 @@ class Observer:
         is_operand = kind.contracted_axis is not None
         scores, axis = (self.observing.scores, seen.dim) if is_operand else ((), None)
         sqnr = None
-        if not is_operand:
-            sqnr, self.result_sqnr = self.result_sqnr, None
+        if not is_operand and self.result:
+            sqnr, self.result = self._result_sqnr(self.result, seen), None
         shard, rows = self.layer.shard(seen.name), self._rows(seen)
         left_out = None if rows is None or self.valid is None else self.valid.left_out
         place = site, identity, self.moment, scores, kind.gemm, axis, shard, sqnr
         return measurer.measure(seen, *place, rows=rows, tokens_left_out=left_out)
+
+    def _result_sqnr(self, result: Observed, seen: Observed) -> Later[float]:
+        """The SQNR of a product against the same product of unrounded operands. seen: what the model makes of it, which
+        is recorded, and may be known to be hidden in part."""
+        assert result.exact
+        pair = result.exact(), result.tensor
+        rows = self._rows(seen)
+        if (hidden := hidden_in(seen, None)) is not None:
+            pair = pair[0].reshape(hidden.shape), pair[1].reshape(hidden.shape)
+            pair = pair[0].masked_fill(hidden, 0), pair[1].masked_fill(hidden, 0)
+        if rows is not None:
+            pair = pair[0].flatten(0, -2).index_select(0, rows), pair[1].flatten(0, -2).index_select(0, rows)
+        return sqnr_later(*pair)
 
     def _rows(self, seen: Observed) -> Tensor | None:
         """The rows of the valid tokens; None for all: of a weight, and of an expert, which has tokens of its own."""
@@ -275,6 +287,9 @@ class Observer:
         """Those of the valid tokens, [rows, columns], or all as they are."""
         rows = self._rows(seen)
         return seen.tensor if rows is None else seen.tensor.flatten(0, -2).index_select(0, rows)
+
+    def _summarized(self, seen: Observed) -> Later[Summary]:
+        return summarized(seen, self._values(seen), self._rows(seen))[0]
 
     def _wait_for_gradient(self, seen: Observed) -> None:
         """Keep a forward operand; with its gradients, predict what its errors do to the loss."""

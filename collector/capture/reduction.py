@@ -191,6 +191,7 @@ def _merged(replicas: Sequence[Sequence[TensorRow]]) -> TensorRow:
         shard=_shard(parts, worst),
         recomputed=any(part.recomputed for part in parts),
         tokens_left_out=_left_out([slices[0].tokens_left_out for slices in replicas]),
+        pairs_left_out=_left_out([part.pairs_left_out for part in parts]),
         trace=every[0].trace if len(replicas[0]) == 1 else None,  # channels of slices are not those of the whole
     )
 
@@ -242,7 +243,7 @@ def _added(given: Sequence[Mapping[str, Histogram]]) -> dict[str, Histogram]:
 
 
 def _left_out(given: Sequence[int | None]) -> int | None:
-    """Of all replicas; None if none has a mask."""
+    """Of all replicas or parts; None if none has a mask."""
     return None if set(given) == {None} else sum(count or 0 for count in given)
 
 

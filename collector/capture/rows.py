@@ -35,7 +35,7 @@ class DraftRow:
     format   that it was rounded to
     tried    its scores
     last_bin as in TensorRow
-    tokens_left_out  as in TensorRow
+    tokens_left_out, pairs_left_out  as in TensorRow
     shard    with the number of this rank's replica, which the first DTensor of a step may correct
     merged   whether it becomes part of a row of all ranks
     """
@@ -58,18 +58,21 @@ class DraftRow:
     trace: Later[Trace] | None
     last_bin: Later[dict[str, float]] | None
     tokens_left_out: int | None
+    pairs_left_out: Later[int] | None
     merged: bool
 
     @property
     def results(self) -> list[Later[Any]]:
         """What the row needs of the device."""
-        results = [result for result in (self.summary, self.result_sqnr, self.trace, self.last_bin) if result]
+        parts = self.summary, self.result_sqnr, self.trace, self.last_bin, self.pairs_left_out
+        results: list[Later[Any]] = [result for result in parts if result]
         return results + [result for tried in self.tried for result in tried.results]
 
     def row(self, run_id: str, recomputed: bool) -> TensorRow:
         """recomputed: whether the pass was computed again in the backward pass."""
         summary = self.summary()
-        scores = [self._scaled(tried.score(), summary) for tried in self.tried]
+        pairs = self.pairs_left_out() if self.pairs_left_out else None
+        scores = [_without(pairs or 0, self._scaled(tried.score(), summary), summary) for tried in self.tried]
         used = next((score for score in scores if score.used and score.gemm == self.gemm), None)
         return TensorRow(
             tensor_id=self.tensor_id,
@@ -93,6 +96,7 @@ class DraftRow:
             trace=self.trace() if self.trace else None,
             last_bin=self.last_bin() if self.last_bin else {},
             tokens_left_out=self.tokens_left_out,
+            pairs_left_out=pairs,
         )
 
     def _scaled(self, score: Score, summary: Summary) -> Score:
@@ -103,6 +107,16 @@ class DraftRow:
         if not (score.used and known.tensor_scale is None and whole):
             return score
         return replace(score, rounded_with=replace(known, tensor_scale=spec.scaling.of_tensor(spec, summary.absmax)))
+
+
+def _without(pairs: int, score: Score, summary: Summary) -> Score:
+    """The score without so many pairs that the softmax does not see, of which the summary has none: they are zero, and
+    so are their errors."""
+    if not (pairs and summary.numel):
+        return score
+    errors, factor = score.error, (summary.numel + pairs) / summary.numel
+    means = {name: getattr(errors, name) * factor for name in ("mse", "underflow_of_all", "saturated")}
+    return replace(score, error=replace(errors, **means))
 
 
 @dataclass(eq=False)

@@ -26,7 +26,7 @@ from binade.collector.models.specs import CoreSpec, LinearSpec, Spec
 from binade.collector.ranks import SINGLE, RankGroup
 from binade.data.segment import Shard
 from binade.quant.attention import flash, smoothed
-from binade.quant.gemm import Observed, matmul
+from binade.quant.gemm import Observed, Tap, matmul
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,21 @@ class CoreBegin:
 
     qk: Begin = Call
     pv: Begin = Call
+
+
+# What a tap sees of the two products that is a map of attention.
+SCORE_NAMES = ("scores", "y", "product", "grad", "wgrad_grad")
+PROB_NAMES = ("a", "grad_a", "wgrad_a")
+
+
+def hiding(tap: Tap | None, names: Sequence[str], hidden: Callable[[str], Tensor | None]) -> Tap | None:
+    """A tap that also gets which pairs the softmax does not see, with the tensors of these names, unless it has them.
+    hidden: called with the name."""
+    if tap is None:
+        return None
+    return lambda seen: tap(
+        replace(seen, hidden=hidden(seen.name)) if seen.name in names and seen.hidden is None else seen
+    )
 
 
 class CoreAttention(nn.Module):
@@ -61,6 +76,9 @@ class CoreAttention(nn.Module):
         per_group = heads // groups
         (key, qk), (value, pv) = self.begin.qk().cached(key), self.begin.pv().cached(value)
         qk, pv = (call.of_heads(per_group) for call in (qk, pv))
+        future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
+        qk = replace(qk, tap=hiding(qk.tap, SCORE_NAMES, lambda _: future))
+        pv = replace(pv, tap=hiding(pv.tap, PROB_NAMES, lambda _: future))
         query, key, complete = smoothed(query, key, qk.rounding.formats)
         stacked = query.reshape(batch, groups, per_group * length, dim)
 
@@ -72,7 +90,6 @@ class CoreAttention(nn.Module):
         scores = complete(scores.view(batch, heads, length, length), 1.0) * self.scale
         if qk.tap:
             qk.tap(Observed("scores", scores.detach()))
-        future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
         masked = scores.float().masked_fill(future, -torch.inf)
         masked = masked.view(batch, groups, per_group * length, length)
         shown = reshaped(pv.tap, by_head, STACKED)

@@ -49,7 +49,8 @@ class Observation:
     seen     the tensor, the name that it has in the product, and how it was rounded
     again    whether its forward pass is a recomputation
     values   returns its values, without those of padding: [rows, columns], or as the product has them
-    summary  of these values; None if it was not recorded
+    summarize  returns the statistics of these values, without what the softmax does not see
+    summary  the same; None if it was not recorded
     """
 
     seen: Observed
@@ -58,6 +59,7 @@ class Observation:
     moment: Moment
     again: bool
     values: Callable[[], Tensor]
+    summarize: Callable[[], Later[Summary]]
     summary: Later[Summary] | None
 
 

@@ -14,7 +14,7 @@ from binade.collector.models.site import Site
 from binade.collector.probes.probe import Finding, Observation, Probe, Recording
 from binade.data.tensor_kinds import Product
 from binade.quant.later import Later
-from binade.quant.summary import Summary, summarize_later
+from binade.quant.summary import Summary
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +47,7 @@ class Recomputation(Probe):
             if observed.summary:
                 self.first[key] = observed.summary
         elif first := self.first.get(key):
-            self.repeats.append(Repeat(site.name, moment.iteration, first, summarize_later(observed.values())))
+            self.repeats.append(Repeat(site.name, moment.iteration, first, observed.summarize()))
 
     def end_iteration(self, iteration: int) -> None:
         repeats, self.repeats = self.repeats, []

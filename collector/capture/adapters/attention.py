@@ -31,7 +31,7 @@ from binade.collector.capture.adapters.products import (
     product_dtype,
     tensors_in,
 )
-from binade.collector.models.attention import CoreBegin
+from binade.collector.models.attention import PROB_NAMES, SCORE_NAMES, CoreBegin, hiding
 from binade.collector.models.parallel import STACKED, Call, reshaped
 from binade.quant.attention import flash, smoothed
 from binade.quant.gemm import Observed, Tap, matmul
@@ -40,6 +40,9 @@ PIECE = 1 << 26  # values
 ATTRIBUTES = ("__get__", "size", "dim")
 BADDBMMS = (torch.baddbmm, Tensor.baddbmm)
 MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm)
+SOFTMAXES = (torch.softmax, Tensor.softmax, F.softmax, torch.special.softmax, torch._safe_softmax)
+# The smallest of the numbers that masks add in place of -inf is -10000, rounded to bfloat16 and with a score added.
+MASKED = -9000.0
 SCALINGS = (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.div, Tensor.div, Tensor.__truediv__)
 
 
@@ -178,9 +181,29 @@ def context(original: Product, probs: Tensor, before: Tensor, value: Tensor, cal
 
 
 def show_scores(tap: Tap | None, scores: Tensor) -> None:
-    """Show the scaled scores; a copy, as models mask them in place."""
     if tap:
-        tap(Observed("scores", scores.detach().clone()))
+        tap(Observed("scores", scores.detach()))
+
+
+def hidden_by(scores: Sequence[int], mask: Tensor | None, causal: bool, device: torch.device) -> Tensor | None:
+    """Which pairs of scores [..., s, t] the softmax does not see, as F.scaled_dot_product_attention masks them."""
+    hidden = None
+    if causal:
+        hidden = torch.ones(*scores[-2:], dtype=torch.bool, device=device).tril().logical_not()
+    if mask is not None:
+        masked = ~mask if mask.dtype == torch.bool else mask.detach() <= MASKED
+        hidden = masked if hidden is None else hidden | masked
+    return hidden
+
+
+def _permuted(hidden: Tensor | None, order: Sequence[int]) -> Tensor | None:
+    """With its axes in this order, if it has as many."""
+    return hidden.permute(*order) if hidden is not None and hidden.dim() == len(order) else hidden
+
+
+def _never_seen(probs: Tensor) -> Tensor | None:
+    """Without a softmax of torch: the pairs whose probability is 0 in all sequences and heads."""
+    return (probs.detach() == 0).flatten(0, -3).all(0) if probs.dim() > 2 else None
 
 
 @dataclass(frozen=True)
@@ -240,12 +263,22 @@ class AttentionProduct:
 
 class WrittenMode(SdpaMode):
     """Attention in two products of tensors of three axes or more: the first is QKᵀ, the second the context. The scores
-    are recorded after scaling, if the next operation scales them."""
+    are recorded after scaling, if the next operation scales them, and once the softmax shows which of them it sees.
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    scores  those that are not recorded yet; a copy, as models mask them in place
+    hidden  which of them the softmax does not see; None if that is not known
+    """
+
+    def __init__(self, name: str, module: nn.Module, qk: Call, pv: Call) -> None:
+        taps = hiding(qk.tap, SCORE_NAMES, self._of_scores), hiding(pv.tap, PROB_NAMES, self._of_probs)
+        super().__init__(name, module, replace(qk, tap=taps[0]), replace(pv, tap=taps[1]))
         self.attended = 0
         self.unscaled: Tensor | None = None
+        self.added: Tensor | None = None
+        self.scores: Tensor | None = None
+        self.hidden: Tensor | None = None
+        self.order: Sequence[int] = ()  # of the axes of the product of the scores, as the model has them
+        self.order_a: Sequence[int] = ()  # of the model's axes of probabilities, as the product has them
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.in_function and (written := AttentionProduct.of(func, args, kwargs)):
@@ -259,16 +292,19 @@ class WrittenMode(SdpaMode):
                 refuse(self.name, self.module, "made more than two products of its own, so it is no core of attention")
                 return func(*args, **kwargs)
             self._see(self.unscaled)
+            self._show(None if self.scores is None else _never_seen(written.a))
+            self.order_a = written.order_a
             probs = next(x for x in tensors_in((args, kwargs)) if x.dim() > 2)
             before = written.a if (kept := self.before_dropout(probs)) is probs else kept.permute(*written.order_a)
             value, pv = self.pv.cached(written.b)
             y = context(written.compute, written.a, before, value, pv)
             return y.permute(*written.order)
         used = bool(args) and args[0] is self.unscaled and getattr(func, "__name__", "") not in ATTRIBUTES
-        if self.unscaled is None or not used:
-            return super().call(func, args, kwargs)
-        if func not in SCALINGS:
+        if self.unscaled is not None and used and func not in SCALINGS:
             self._see(self.unscaled)
+        if func in SOFTMAXES and self.scores is not None:
+            self._show(self._lowered(args[0] if args else kwargs["input"], self.scores))
+        if self.unscaled is None or not used:
             return super().call(func, args, kwargs)
         scaled = func(*args, **kwargs)
         self._see(scaled)
@@ -290,13 +326,39 @@ class WrittenMode(SdpaMode):
         scores = complete(product(compute, query, key, qk, transpose_b=True, scale=written.factor), written.factor)
         if written.added is not None and qk.quantizes:
             scores = scores + written.added
+        self.order = written.order
+        self.added = None if written.added is None else written.added.expand(scores.shape).permute(*written.order)
         self.unscaled = scores.permute(*written.order)
         return self.unscaled
 
     def _see(self, scores: Tensor | None) -> None:
-        if scores is not None:
-            show_scores(self.qk.tap, scores)
+        if scores is not None and (self.qk.tap or self.pv.tap):
+            self.scores = scores.detach().clone()
         self.unscaled = None
+
+    def _lowered(self, x: Tensor, scores: Tensor) -> Tensor | None:
+        """Which scores are behind a mask in what the softmax gets, which may have more columns, as for sinks."""
+        *rows, keys = scores.shape
+        if x.shape[-1] < keys or x.shape[:-1].numel() != scores.shape[:-1].numel():
+            return None
+        x = x.detach()[..., :keys].reshape(*rows, keys)
+        hidden = (x <= MASKED) & ((scores > MASKED) | x.isneginf())
+        return hidden if self.added is None else hidden | (self.added <= MASKED)
+
+    def _of_scores(self, name: str) -> Tensor | None:
+        """What is hidden of a tensor of this name of the product of the scores."""
+        back = [*map([*self.order].index, range(len(self.order)))]
+        return _permuted(self.hidden, [] if name == "scores" else back)
+
+    def _of_probs(self, _: str) -> Tensor | None:
+        return _permuted(self.hidden, self.order_a)
+
+    def _show(self, hidden: Tensor | None) -> None:
+        """Record the scores, without those that are hidden."""
+        scores, self.scores = self.scores, None
+        if scores is not None:
+            self.hidden = hidden
+            show_scores(self.qk.tap, scores)
 
 
 def attend(
@@ -328,6 +390,8 @@ def attend(
             original, qk.tap, pv.tap, query, key, value, factor, attn_mask, is_causal, enable_gqa, dropout_p > 0
         )
     query, key, value = (x.to(product_dtype(x)) for x in (query, key, value))
+    hidden = hidden_by((query.shape[-2], key.shape[-2]), attn_mask, is_causal, query.device)
+    qk, pv = _hiding(qk, SCORE_NAMES, hidden), _hiding(pv, PROB_NAMES, hidden)
     if pv.rounding.formats.softmax.tile:
         if dropout_p:
             raise InstrumentError(f"softmax={pv.rounding.formats.softmax} does not support dropout: set it to 0")
@@ -344,6 +408,10 @@ def attend(
     call = replace(pv, tap=reshaped(pv.tap, shape, STACKED)).of_heads(per_group)
     output = context(torch.matmul, stacked, before, value, call)
     return output.reshape(*probs.shape[:-1], value.shape[-1])
+
+
+def _hiding(call: Call, names: Sequence[str], hidden: Tensor | None) -> Call:
+    return replace(call, tap=hiding(call.tap, names, lambda _: hidden))
 
 
 def observed_core(
@@ -366,6 +434,8 @@ def observed_core(
     What it does not return is computed again: scores and probabilities, and, when the gradient of the result arrives
     and there is no dropout, the gradients of the probabilities and of the unscaled scores.
     """
+    hidden = hidden_by((query.shape[-2], key.shape[-2]), mask, causal, query.device)
+    qk, pv = (_hiding(Call(tap=tap), names, hidden).tap or tap for tap, names in ((qk, SCORE_NAMES), (pv, PROB_NAMES)))
     output = original(listened(query, qk, "grad_a"), listened(key, qk, "grad_b"), listened(value, pv, "grad_b"))
     query, key, value = query.detach(), key.detach(), value.detach()
     with torch.no_grad():
