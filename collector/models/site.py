@@ -36,6 +36,7 @@ _MEGATRON = {
 }
 # Layers of other models that are parts of one in GPTModel, where they could be.
 SEPARATE = {"k": "self_attention.k", "v": "self_attention.v", "gate": "mlp.gate", "up": "mlp.up"}
+MTP = "mtp"  # the tower of multi-token prediction
 WRAPPERS = ("module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "base_layer")
 
 
@@ -43,7 +44,7 @@ WRAPPERS = ("module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_
 class Site:
     """layer_index counts from 1. module is qkv, proj, fc1, fc2, core, router, shared_fc1, shared_fc2, or MLA's q,
     q_down, q_up, kv_down, kv_up. expert is the index of a routed expert, from 0. tower is the list of blocks that
-    counts the layer, in a model with several: vision, audio, text, encoder, decoder."""
+    counts the layer, in a model with several, such as vision, audio, text, encoder, decoder and mtp."""
 
     layer_index: int
     module: str

@@ -4,6 +4,7 @@ A list of layers is separated by commas:
 
     first, last        the first or the last layer; first 2, last 8: as many of them. In a model of several towers, such
                        as one for images and one for text, of each tower
+    mtp                the blocks of multi-token prediction, if the model has them
     3, 2-4             a layer by its number, from 1, or several
     anything else      a regular expression, searched anywhere in the names of the sites: layer1.qkv, layer1.core,
                        layer2.router, layer2.expert3.fc1. layer1 also finds layer12, `layer1\\.` does not. Its syntax is
@@ -23,7 +24,7 @@ from typing import Any
 import re2
 
 from binade.collector.errors import ConfigError
-from binade.collector.models.site import Site
+from binade.collector.models.site import MTP, Site
 from binade.data.text import spans
 
 LAST = -1
@@ -40,12 +41,13 @@ class SelectionError(ConfigError):
 
 @dataclass(frozen=True)
 class Term:
-    """One item of a list of layers: a pattern for names or, if there is none, the layers from the first number to the
-    second. Negative numbers count from the last layer, which is -1."""
+    """One item of a list of layers: a tower that a model may lack, a pattern for names, or the layers from the first
+    number to the second. Negative numbers count from the last layer, which is -1."""
 
     text: str
     layers: tuple[int, int] = (1, LAST)
     pattern: Any = None  # re2 has no types
+    tower: str = ""
     negated: bool = False
 
     @classmethod
@@ -53,6 +55,8 @@ class Term:
         if text.startswith("!"):
             rest = text.lstrip("! ")
             return replace(cls.parse(rest), text=text, negated=text[: len(text) - len(rest)].count("!") % 2 == 1)
+        if text == MTP:
+            return cls(text, tower=MTP)
         if match := ENDS.fullmatch(text):
             number = int(match[2] or 1)
             return cls(text, (1, number) if match[1] == "first" else (-number, LAST))
@@ -76,7 +80,9 @@ class Term:
         return range(low, high + 1) if 1 <= low <= high <= last else range(0)
 
     def of(self, sites: Sequence[Site]) -> set[Site]:
-        if self.pattern:
+        if self.tower:
+            selected = {site for site in sites if site.tower == self.tower}
+        elif self.pattern:
             selected = {site for site in sites if self.pattern.search(site.name)}
         else:
             towers = {site.tower: 0 for site in sites}
@@ -84,7 +90,7 @@ class Term:
                 towers[site.tower] = max(towers[site.tower], site.layer_index)
             inside = {tower: self._numbers(last) for tower, last in towers.items()}
             selected = {site for site in sites if site.layer_index in inside[site.tower]}
-        if not selected:
+        if not selected and not self.tower:
             raise SelectionError(f"{self.text!r} is not a layer of the model, which has {_existing(sites)}")
         if not self.negated:
             return selected
@@ -117,7 +123,7 @@ class SiteSelection:
                 raise SelectionError(f"unknown module {module!r}: expected one of {', '.join(known)}")
         selected = {site for term in self.terms for site in term.of(sites)} if self.terms else set(sites)
         chosen = frozenset(site for site in selected if not self.modules or site.module in self.modules)
-        if not chosen:
+        if not chosen and not all(term.tower for term in self.terms):
             raise SelectionError(
                 f"{', '.join(term.text for term in self.terms)} has no {', '.join(self.modules)}: "
                 f"the model has {_existing(sites)}"

@@ -358,7 +358,8 @@ class WrittenMode(SdpaMode):
         scores, self.scores = self.scores, None
         if scores is not None:
             self.hidden = hidden
-            show_scores(self.qk.tap, scores)
+            with computing:
+                show_scores(self.qk.tap, scores)
 
 
 def attend(

@@ -175,3 +175,66 @@ def test_two_lists_of_one_word_are_told_apart_by_their_second(tmp_path):
     assert kept and {site.name for site in chosen if site.name.endswith("up")} == {
         "layer3.encoder.up", "layer2.up", "layer4.vision.up",
     }  # fmt: skip
+
+
+class DeepseekMultiTokenPredictorLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.eh_proj, self.block = nn.Linear(16, 8), Block()
+
+
+def blocks(number: int) -> nn.ModuleList:
+    return nn.ModuleList(Block() for _ in range(number))
+
+
+def beside(**others: nn.Module) -> nn.ModuleDict:
+    return nn.ModuleDict({"layers": blocks(4), **others})
+
+
+MTP = DeepseekMultiTokenPredictorLayer
+BESIDE = {
+    "mtp of one": (beside(mtp=nn.ModuleList([MTP()])), "layers", "mtp"),
+    "mtp of two": (beside(mtp=nn.ModuleList([MTP(), MTP()])), "layers", "mtp"),
+    "mtp that is no list": (beside(mtp=MTP()), "layers", "mtp"),
+    "a class": (beside(extra=nn.ModuleList([MTP()])), "layers", "mtp"),
+    "in the list": (nn.ModuleDict({"layers": nn.ModuleList([*blocks(4), MTP()])}), "layers", "mtp"),
+    "megatron": (
+        nn.ModuleDict({word: nn.ModuleDict({"layers": blocks(n)}) for word, n in (("decoder", 4), ("mtp", 1))}),
+        "decoder.layers",
+        "mtp",
+    ),
+    "medusa": (beside(medusa_heads=blocks(5)), "layers", "draft"),
+    "eagle": (beside(eagle=nn.ModuleDict({"layers": blocks(1)})), "layers", "draft"),
+    "adapters": (beside(adapters=blocks(4)), "layers", "adapter"),
+    "helpers": (beside(helper_blocks=blocks(2)), "layers", "helper_blocks"),
+    "helpers first": (nn.ModuleDict({"aux": blocks(2), "layers": blocks(4)}), "layers", "aux"),
+    "helpers of a decoder": (
+        nn.ModuleDict({"aux": blocks(2), "decoder": nn.ModuleDict({"layers": blocks(4)})}), "decoder.layers", "aux",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BESIDE)
+def test_the_decoder_keeps_its_names_whatever_lies_beside_it(case: str):
+    model, path, tower = BESIDE[case]
+    found = {layer.name: layer.site for layer in survey(model).layers}
+    for number in range(4):
+        assert found[f"{path}.{number}.up"].name == f"layer{number + 1}.up"
+    others = [at for name, at in found.items() if not name.startswith(tuple(f"{path}.{n}." for n in range(4)))]
+    assert others and all(at.module.startswith(f"{tower}.") and at.tower == tower for at in others)
+    assert len({at.name for at in found.values()}) == len(found)
+    last = SiteSelection.parse("last").of([*found.values()])
+    assert {at.layer_index for at in last if not at.tower} <= {4} and any(at.name == "layer4.up" for at in last)
+
+
+def test_a_recipe_that_keeps_multi_token_prediction_in_bf16():
+    model = nn.ModuleDict({"layers": blocks(20), "mtp": nn.ModuleList([MTP()])})
+    recipe = "nemotron3_super"
+    kept = {row.paths: row.format for row in coverage(model, recipe) if row.count and "Linear" in row.kind}
+    assert {path: fmt == "bf16" for path, fmt in kept.items() if "mtp" in path} == dict.fromkeys(
+        ("mtp.*.eh_proj", "mtp.*.block.up", "mtp.*.block.down"), True
+    )
+    chosen = SiteSelection.parse("mtp").of(
+        [layer.site for layer in survey(nn.ModuleDict({"layers": blocks(2)})).layers]
+    )
+    assert chosen == frozenset()
