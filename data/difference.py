@@ -25,6 +25,7 @@ from binade.data.names import name_of
 from binade.data.runs import IMPORT, RunError, RunInfo, read_steps
 from binade.data.segment import COUNTS, MOMENTS, read_tables
 from binade.data.store import TensorFileError
+from binade.data.tensor_kinds import LINEAR, NORM, TENSOR_KINDS, Operation
 from binade.data.text import describe, natural
 
 if TYPE_CHECKING:
@@ -161,6 +162,11 @@ class _Whole:
         return str(self.rows[0]["shard"] or "whole")
 
     @property
+    def every_row(self) -> list[Row]:
+        """With those of other micro-batches, of a sum."""
+        return self.rows
+
+    @property
     def parts(self) -> list[Row]:
         """The parts by tensor-parallel rank; for a tensor that every rank has whole, the first rank's."""
         rows = sorted(self.rows, key=lambda row: row["tp_rank"] or 0)
@@ -231,6 +237,33 @@ class _Whole:
         return {name: float(value) for name, value in statistics.items()}
 
 
+@dataclass
+class _Sum(_Whole):
+    """A gradient of a weight, summed over the micro-batches of a step; rows: of the first. wholes: of all."""
+
+    wholes: list[_Whole] = field(default_factory=list)
+
+    def check(self) -> None:
+        for whole in self.wholes:
+            whole.check()
+        if not self.has_values:
+            raise IncompleteError("it is a sum over micro-batches, which needs values to compare")
+
+    @property
+    def every_row(self) -> list[Row]:
+        return [row for whole in self.wholes for row in whole.rows]
+
+    @property
+    def has_values(self) -> bool:
+        return all(whole.has_values for whole in self.wholes)
+
+    def values(self) -> Tensor:
+        total = self.wholes[0].values().double()
+        for whole in self.wholes[1:]:
+            total = total + whole.values().double()
+        return total
+
+
 def difference(
     a: RunInfo,
     b: RunInfo,
@@ -246,13 +279,14 @@ def difference(
         reads: Called with the id of each tensor whose values are read, run/tensor.
     """
     ours, theirs = _tensors(a, reads), _tensors(b, reads)
-    if only is not None:
-        ours = {
-            key: whole for key, whole in ours.items() if any(f"{a.run_id}/{r['tensor_id']}" in only for r in whole.rows)
-        }
-    rows, incomplete = [], []
     tolerance = default_tolerance(a.config, b.config)
     imported = tolerance == EXPLAINED
+    formats = _formats(_only(ours, a, only), theirs, only is not None)
+    parts: list[str] = []
+    if not imported:
+        ours, theirs, parts = _by_step(ours, theirs)
+    ours = _only(ours, a, only)
+    rows, incomplete = [], []
     pairs = matched([*ours], [*theirs]) if imported else {key: key for key in ours if key in theirs}
     unordered = [a.config.get("kind") == IMPORT and _unordered(ours, pairs),
                  b.config.get("kind") == IMPORT and _unordered(theirs, pairs.values())]  # fmt: skip
@@ -274,11 +308,137 @@ def difference(
         tuple(_place(key) for key in ours if key not in pairs),
         tuple(_place(key) for key in theirs if key not in pairs.values()) if only is None else (),
         tuple(incomplete),
-        tuple(_notes(a, b)),
-        _formats(ours, theirs, only is not None),
+        (*_notes(a, b, bool(parts)), *parts, *_factor(ours, theirs, pairs)),
+        formats,
         all(unordered),
         tolerance,
     )
+
+
+def _only(tensors: dict[Key, _Whole], run: RunInfo, only: Collection[str] | None) -> dict[Key, _Whole]:
+    if only is None:
+        return tensors
+    return {
+        key: whole
+        for key, whole in tensors.items()
+        if any(f"{run.run_id}/{row['tensor_id']}" in only for row in whole.every_row)
+    }
+
+
+# The places of fields in a key, and tensors of weights that depend on no micro-batch, or are added up over those of a
+# step.
+ITERATION, MICRO_BATCH, OPERATION, NAME = (
+    IDENTITY.index(n) for n in ("iteration", "micro_batch", "operation", "tensor_name")
+)
+WEIGHTS = frozenset(kind.name for kind in TENSOR_KINDS if kind.observed == "b" and kind.product in (LINEAR, NORM))
+GRADIENTS = frozenset(
+    kind.name for kind in TENSOR_KINDS if kind.observed == "grad_b" and kind.product in (LINEAR, NORM)
+)
+
+
+def _by_step(
+    ours: dict[Key, _Whole], theirs: dict[Key, _Whole]
+) -> tuple[dict[Key, _Whole], dict[Key, _Whole], list[str]]:
+    """The tensors to compare of steps that the runs take in other micro-batches, and a sentence about them: gradients
+    of weights as sums over the step, weights once, and what the optimizer has. Tensors of a single micro-batch are left
+    out."""
+    counts = [_micro_batches(run) for run in (ours, theirs)]
+    shapes = [_inputs(run) for run in (ours, theirs)]
+    steps = [
+        step
+        for step in counts[0].keys() & counts[1].keys()
+        if len(counts[0][step]) != len(counts[1][step]) or _is_divided(shapes[0].get(step, {}), shapes[1].get(step, {}))
+    ]
+    if not steps:
+        return ours, theirs, []
+    first, chosen = min(steps), frozenset(steps)
+    summed, left = zip(*(_summed(run, chosen) for run in (ours, theirs)), strict=True)
+    several = (
+        f"The steps of {len(steps)} iterations, from {first} on, have" if len(steps) > 1 else f"Iteration {first} has"
+    )
+    numbers = [len(count[first]) for count in counts]
+    text = (
+        f"{numbers[0]} and {numbers[1]} micro-batches" if numbers[0] != numbers[1] else "micro-batches of other sizes"
+    )
+    sentence = (
+        f"{several} {text}: gradients of weights are compared as sums over the step, weights once; {left[0]:,} and "
+        f"{left[1]:,} tensors of single micro-batches are not compared."
+    )
+    return summed[0], summed[1], [sentence]
+
+
+def _micro_batches(run: Mapping[Key, _Whole]) -> dict[int, set[int]]:
+    """Those of each iteration that train."""
+    found: dict[int, set[int]] = {}
+    for key in run:
+        if key[MICRO_BATCH] is not None and key[ITERATION] is not None and key[OPERATION] != Operation.EVALUATION:
+            found.setdefault(key[ITERATION], set()).add(key[MICRO_BATCH])
+    return found
+
+
+def _inputs(run: Mapping[Key, _Whole]) -> dict[int, dict[Key, list[tuple[int, ...]]]]:
+    """The shapes of the inputs of linear layers in each iteration, by what they are."""
+    found: dict[int, dict[Key, list[tuple[int, ...]]]] = {}
+    for key, whole in run.items():
+        if key[NAME] == "input" and key[OPERATION] == Operation.FORWARD and key[MICRO_BATCH] is not None:
+            found.setdefault(key[ITERATION], {}).setdefault(_of_step(key), []).append(whole.shape)
+    return found
+
+
+def _is_divided(a: Mapping[Key, list[tuple[int, ...]]], b: Mapping[Key, list[tuple[int, ...]]]) -> bool:
+    """Whether as many tokens are divided into micro-batches of other sizes."""
+
+    def total(shapes: list[tuple[int, ...]]) -> int:
+        return sum(map(math.prod, shapes))
+
+    return any(a[key] != b[key] and total(a[key]) == total(b[key]) for key in a.keys() & b.keys())
+
+
+def _of_step(key: Key) -> Key:
+    """The key of what a tensor contributes to in its step: without micro-batch and call."""
+    return (*key[:MICRO_BATCH], None, *key[MICRO_BATCH + 1 : -1], 0)
+
+
+def _summed(run: Mapping[Key, _Whole], steps: Collection[int]) -> tuple[dict[Key, _Whole], int]:
+    """(the tensors of a run, with those of these steps as `_by_step` says; how many are left out)"""
+    chosen: dict[Key, _Whole] = {}
+    left = 0
+    for key, whole in run.items():
+        divided = key[ITERATION] in steps and key[MICRO_BATCH] is not None and key[OPERATION] != Operation.EVALUATION
+        if not divided:
+            chosen[key] = whole
+        elif key[NAME] in GRADIENTS:
+            step_sum = chosen.setdefault(_of_step(key), _Sum(whole.run, whole.reads, whole.rows))
+            assert isinstance(step_sum, _Sum)
+            step_sum.wholes.append(whole)
+        elif key[NAME] in WEIGHTS:
+            chosen.setdefault(_of_step(key), whole)
+        else:
+            left += 1
+    return chosen, left
+
+
+def _factor(ours: Mapping[Key, _Whole], theirs: Mapping[Key, _Whole], pairs: Mapping[Key, Key]) -> Iterator[str]:
+    """A sentence if the sums of one run are those of the other times a number, in the first layer and the last of the
+    first of these steps."""
+    sums = [key for key, whole in ours.items() if isinstance(whole, _Sum) and whole.has_values and key in pairs]
+    sums = [key for key in sums if key[ITERATION] == sums[0][ITERATION]]
+    factors = []
+    for key in dict.fromkeys((*sums[:1], *sums[-1:])):
+        other = theirs[pairs[key]]
+        if not other.has_values or other.shape != ours[key].shape:
+            return
+        x, y = ours[key].values().double(), other.values().double()
+        factor = float((x * y).sum() / (x * x).sum()) if x.any() else math.nan
+        if not float((factor * x - y).norm()) <= TOLERANCE * float(y.norm()):
+            return
+        factors.append(factor)
+    same = factors and all(abs(factor - factors[0]) <= TOLERANCE * abs(factors[0]) for factor in factors)
+    if same and abs(factors[0] - 1) > TOLERANCE:
+        yield (
+            f"The sums of RUN_B are {factors[0]:.4g} times those of RUN_A in iteration {sums[0][ITERATION]}, as where "
+            "one of them does not divide the loss by the number of its micro-batches."
+        )
 
 
 def _unordered(tensors: Mapping[Key, _Whole], keys: Collection[Key]) -> bool:
@@ -433,13 +593,16 @@ def _said(config: Mapping[str, Any], name: str) -> object:
     return "not set" if value in (None, "", []) else value
 
 
-def _notes(a: RunInfo, b: RunInfo) -> Iterator[str]:
+def _notes(a: RunInfo, b: RunInfo, in_parts: bool) -> Iterator[str]:
+    """in_parts: whether the runs divide steps into other micro-batches, of which the hashes of their data are."""
     config_a, config_b = dict(a.config), dict(b.config)
     changed = [name for name in SETTINGS if _said(config_a, name) != _said(config_b, name)]
     if changed:
         listed = ", ".join(f"{name} ({_said(config_a, name)}, {_said(config_b, name)})" for name in changed)
         yield f"Settings that differ: {listed}."
-    if "dp" in config_a and config_a.get("dp") == config_b.get("dp"):  # the digest is of what a replica reads
+    if in_parts:
+        yield "Whether the runs read the same data is not known: hashes are of micro-batches."
+    elif "dp" in config_a and config_a.get("dp") == config_b.get("dp"):  # the digest is of what a replica reads
         read = [{r["iteration"]: r.get("data_sha256") for r in read_steps(run.directory)} for run in (a, b)]
         differing = [step for step in sorted(read[0].keys() & read[1].keys()) if read[0][step] != read[1][step]]
         if differing:

@@ -26,7 +26,8 @@ def _diff(run_a: str, run_b: str, root: str | None, tolerance: float | None, bit
     or split the model across a different number of tensor-parallel ranks. Tensors are matched by iteration,
     micro-batch, layer, module, operation and name, joined across ranks, and compared in the order in which RUN_A
     computed them: by their values if both runs have them, else by their statistics. Operands of GEMMs that the runs do
-    not round to the same format are listed as well.
+    not round to the same format are listed as well. Of steps that the runs divide into other micro-batches, gradients
+    of weights are compared as sums, and tensors of single micro-batches are not.
 
     If a run is imported, tensors are matched by layer, module and name: the two dumps may be of different tools, such
     as those of training and of inference. A tensor differs if its difference is more than its dtypes explain: twice the

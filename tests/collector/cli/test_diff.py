@@ -171,3 +171,54 @@ def test_settings_and_data_that_differ(layouts: list[RunInfo], tmp_path: Path, c
     printed = capsys.readouterr().out
     assert "note: Settings that differ: seed (1234, 5), pv_quant (not set, mxfp4)." in printed
     assert "note: The runs read different data from iteration 0 on." in printed
+
+
+def steps_of(root: Path, sizes: tuple[int, ...], scale: Callable[[int], float] | None = None, **options) -> RunInfo:
+    """Two steps on eight sequences, in micro-batches of these sizes; each loss is multiplied by `scale` of its size."""
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(2))})
+    model.forward = lambda x: model.layers[1](model.layers[0](x).relu())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    tensors = ("input", "weight", "grad_weight", "exp_avg", "master_weight")
+    with Recorder(root, scores=(), tensors=tensors, **options) as recorder, instrument(model, "bf16", recorder):
+        for step in range(2):
+            data = torch.randn(8, 4, 16, generator=torch.Generator().manual_seed(step))
+            for part in data.split(sizes):
+                (model(part).square().mean() * (scale(len(part)) if scale else len(part) / 8)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return read_run(recorder.writer.directory)
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 2, 2), (1,) * 8, (4, 4), (3, 5)])
+def test_a_step_in_parts_is_compared_by_its_gradients(tmp_path, command, capsys, sizes):
+    whole, parts = steps_of(tmp_path, (8,)), steps_of(tmp_path, sizes)
+    found = difference(parts, whole)
+    kinds = {(row.tensor_name, row.by, row.micro_batch) for row in found.rows}
+    assert kinds == {
+        ("grad_weight", "values", None), ("weight", "values", None), ("master_weight", "values", None),
+    }  # fmt: skip
+    assert max(row.difference for row in found.rows) < 1e-6 and not (found.only_a or found.only_b or found.incomplete)
+    assert found.notes == (
+        "Whether the runs read the same data is not known: hashes are of micro-batches.",
+        f"The steps of 2 iterations, from 0 on, have {len(sizes)} and 1 micro-batches: gradients of weights are "
+        f"compared as sums over the step, weights once; {4 * len(sizes)} and 4 tensors of single micro-batches are not "
+        "compared.",
+    )
+    assert command("diff", str(parts.directory), str(whole.directory)) == 0
+    assert "No tensor differs" in capsys.readouterr().out
+
+
+def test_a_step_in_parts_that_is_not_the_same(tmp_path):
+    whole = steps_of(tmp_path, (8,))
+    undivided = difference(steps_of(tmp_path, (2, 2, 2, 2), lambda size: 1.0), whole)
+    assert "The sums of RUN_B are 0.25 times those of RUN_A" in undivided.notes[-1]
+    by_number = difference(steps_of(tmp_path, (6, 2), lambda size: 0.5), whole)  # a mean of means
+    first = by_number.rows[by_number.first(TOLERANCE)]
+    assert first.tensor_name == "grad_weight" and len(by_number.notes) == 2
+    bare = difference(steps_of(tmp_path, (2, 2, 2, 2), max_bytes=0), whole)
+    assert len(bare.incomplete) == 4 and "sum over micro-batches, which needs values" in bare.incomplete[0]
+    others = difference(steps_of(tmp_path, (3, 5)), steps_of(tmp_path, (4, 4)))
+    assert "have micro-batches of other sizes" in others.notes[1] and others.first(TOLERANCE) is None
+    same = difference(steps_of(tmp_path, (4, 4)), steps_of(tmp_path, (4, 4)))
+    assert {row.micro_batch for row in same.rows} == {0, 1, None} and not same.notes
