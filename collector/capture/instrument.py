@@ -140,7 +140,7 @@ def instrument(
     probes = of_a_model(instrumented)
     if recorder:
         _check_names(hooks, recorder.instrumented)
-        recorder.describe(**_facts(models, recipe, recorder, skip, backend))
+        _describe(recorder, _facts(models, recipe, recorder, skip, backend))
         recorder.compile(_linear_formats(stages), next(models[0].parameters(), torch.empty(0)).device)
     with ExitStack() as undo:
         for probe in (scales, *probes):
@@ -148,8 +148,9 @@ def instrument(
         fixed, eager = quantizes or recipe.state is not None, any(probe.eager for probe in probes)
         undo.enter_context(_attached(attached, hooks, recorder, fixed, eager))
         if recorder:
-            undo.callback(setattr, recorder, "instrumented", recorder.instrumented)
-            recorder.instrumented = instrumented
+            if recorder.instrumented is None:
+                undo.callback(setattr, recorder, "instrumented", None)
+                recorder.instrumented = instrumented
             undo.callback(recorder.save_state)
         yield
 
@@ -198,6 +199,18 @@ def _check_names(hooks: Sequence[Hook], instrumented: Instrumented | None) -> No
         warnings.warn(
             f"two models have {twice[0]}{and_more(twice)}: their rows cannot be told apart. Give each a Recorder of "
             "its own, or choose what is recorded with `capture`",
+            stacklevel=4,
+        )
+
+
+def _describe(recorder: Recorder, facts: dict[str, Any]) -> None:
+    """Say in run.json what is instrumented. Of several models, the first: the words of a run are those of its rows."""
+    if recorder.instrumented is None:
+        recorder.describe(**facts)
+    elif facts["recipe"] != (first := recorder.config.get("recipe")):
+        warnings.warn(
+            f"the run is described by the model that was instrumented first, with the recipe {first}: rows of the "
+            f"other, with {facts['recipe']}, have the recipe {first} too. Give each model a Recorder of its own",
             stacklevel=4,
         )
 

@@ -109,7 +109,7 @@ class Recorder:
 
     compiled = ""  # what `compile` has logged
     entered = False
-    instrumented: Instrumented | None = None  # the model that was instrumented last
+    instrumented: Instrumented | None = None  # the model that was instrumented first
     _writes_curves = True
 
     def __init__(
