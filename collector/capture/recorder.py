@@ -109,6 +109,7 @@ class Recorder:
 
     compiled = ""  # what `compile` has logged
     entered = False
+    _trained = False  # whether a pass that trains has begun in this run
     instrumented: Instrumented | None = None  # the model that was instrumented first
     _writes_curves = True
 
@@ -234,6 +235,7 @@ class Recorder:
             continued=self._continued,
             curves=self._writes_curves,
         )
+        self._trained = False
         measurer.run = self._session
         measurer.start(self._continued.recorded if self._continued else 0)
         self.entered = True
@@ -259,7 +261,7 @@ class Recorder:
         if error is not None:
             return
         self.check_steps()
-        if self.policy.left_out and not measurer.count:
+        if self.policy.left_out and not measurer.count and not self._trained:
             warnings.warn(
                 f"nothing was recorded: all {self.policy.left_out} forward passes ran in eval mode or without "
                 "gradients; call model.train(), or record them with Recorder(evaluation=True)",
@@ -336,6 +338,7 @@ class Recorder:
     def begin_pass(self, model: nn.Module, given: object) -> None:
         """A forward pass of the model begins, with these arguments."""
         self.policy.left_out += self.policy.paused
+        self._trained |= not self.clock.evaluating
         self.probes.begin_pass(self.policy.moment)
         if self.policy.may_record:
             self.policy.begin()  # the iteration counts, even if none of its products is recorded

@@ -39,6 +39,7 @@ from binade.collector.capture.observer import version_of
 from binade.collector.capture.writing import copy_later
 from binade.collector.models.site import Site
 from binade.collector.probes.probe import Finding, Probe, Recording
+from binade.collector.probes.weight_history import FiniteNote, Notes, WeightCheck, WeightHistory
 from binade.data.events import EventKind, Reached
 from binade.data.text import and_more
 from binade.quant.gemm import sampling
@@ -50,93 +51,7 @@ MOST_CALLS = 1 << 16  # of modules, that a step may have
 MOST_REACHED = 256  # operations that an event lists
 
 
-@dataclass
-class _Note:
-    """Whether a tensor is finite. extremes: its smallest and largest value, on its device. A mask may have -Inf."""
-
-    extremes: tuple[Tensor, Tensor]
-    mask: bool
-    bad: bool = False
-    absmax: float = math.inf
-
-    def decide(self, low: float, high: float) -> None:
-        self.absmax = max(-low, high)
-        self.bad = math.isnan(low) or math.isinf(high) or (math.isinf(low) and not self.mask)
-
-
-Notes = dict[str, _Note]  # by the path of a parameter or buffer in the model
 Origin = tuple[int, str, str]  # where something not finite begins: (order, place, what happened)
-
-
-@dataclass
-class _Check:
-    """The parameters of the model at one moment: when a pass begins, or around a step of an optimizer.
-
-    optimizer  the class of the one that is about to step, or that runs this pass within its step; "" without one
-    gradients  those that the optimizer gets; None if a pass begins
-    after      the parameters once it has stepped, and when
-    """
-
-    order: int
-    parameters: Notes
-    optimizer: str = ""
-    gradients: Notes | None = None
-    after: tuple[int, Notes] | None = None
-
-
-@dataclass
-class _Bad:
-    """How long a parameter is not finite, by orders, and why."""
-
-    since: int
-    why: str
-    until: float = math.inf
-
-
-@dataclass
-class _Weights:
-    """What is known of each parameter, over all steps; only the writer's thread uses it.
-
-    finite   where it was finite last, in words
-    bad      when it was not finite last
-    stepped  whether an optimizer has
-    """
-
-    finite: dict[str, str] = field(default_factory=dict)
-    bad: dict[str, _Bad] = field(default_factory=dict)
-    stepped: bool = False
-
-    def see(self, order: int, notes: Notes, when: str, why: str = "") -> list[str]:
-        """The parameters were checked. when, why: when that was, and what made those that are not finite now, if that
-        is known. Returns the names of these, if they were not known to be."""
-        new = []
-        for name, note in notes.items():
-            known = self.bad.get(name)
-            is_known = known is not None and known.until == math.inf
-            if not note.bad:
-                self.finite[name] = when
-                if known and is_known:
-                    known.until = order
-            elif not is_known:
-                self.bad[name] = _Bad(order, why or self._cause(name))
-                new.append(name)
-        return new
-
-    def _cause(self, name: str) -> str:
-        if before := self.finite.get(name):
-            return f"it was finite {before}, and no optimizer step was seen to change it: other code has written it"
-        if self.stepped:
-            return "it was not finite when it was checked first"
-        return "it was so before the first optimizer step: it was loaded or initialized with it"
-
-    def explained(self, names: Sequence[str]) -> str:
-        """A sentence about parameters that are not finite."""
-        return f"{names[0]}{and_more(names)} is not finite: {self.bad[names[0]].why}"
-
-    def within(self, module: str, order: int) -> list[str]:
-        """The parameters of a module and its parts that were not finite then."""
-        start = f"{module}." if module else ""
-        return [name for name, bad in self.bad.items() if bad.since <= order < bad.until and name.startswith(start)]
 
 
 @dataclass
@@ -147,20 +62,20 @@ class _ModuleCall:
     name: str
     outermost: bool
     order: int
-    operands: list[_Note]
+    operands: list[FiniteNote]
     parameters: Notes
     buffers: Notes
-    results: list[tuple[int, _Note]] = field(default_factory=list)
-    arriving: list[tuple[int, _Note]] = field(default_factory=list)  # gradients of its results
-    leaving: list[tuple[int, _Note]] = field(default_factory=list)  # of its inputs and parameters
+    results: list[tuple[int, FiniteNote]] = field(default_factory=list)
+    arriving: list[tuple[int, FiniteNote]] = field(default_factory=list)  # gradients of its results
+    leaving: list[tuple[int, FiniteNote]] = field(default_factory=list)  # of its inputs and parameters
     inputs: list[tuple[Tensor, int]] = field(default_factory=list)  # with the version of the values
     gradients: list[Tensor] = field(default_factory=list)  # of its results
     awaited: int = 0  # gradients of its inputs that are still to come
 
-    def made(self, operation: str) -> list[tuple[int, _Note]]:
+    def made(self, operation: str) -> list[tuple[int, FiniteNote]]:
         return self.results if operation == FORWARD else self.leaving
 
-    def origins(self, weights: _Weights) -> Iterator[Origin]:
+    def origins(self, weights: WeightHistory) -> Iterator[Origin]:
         name = self.name or "the model"
         if bad := [path for path, note in self.parameters.items() if note.bad]:
             yield self.order, name, weights.explained(bad)
@@ -199,11 +114,11 @@ def stays(x: Tensor) -> bool:
     return x.device.type != "cpu"
 
 
-def _first(notes: Sequence[tuple[int, _Note]]) -> int | None:
+def _first(notes: Sequence[tuple[int, FiniteNote]]) -> int | None:
     return min((at for at, note in notes if note.bad), default=None)
 
 
-def _range(notes: Iterable[_Note]) -> str:
+def _range(notes: Iterable[FiniteNote]) -> str:
     """The largest magnitude of finite tensors, in words."""
     known = [note.absmax for note in notes if math.isfinite(note.absmax)]
     return f" (absmax {max(known):.3g})" if known else ""
@@ -218,12 +133,12 @@ class Provenance:
         self.open: list[_ModuleCall] = []
         self.ended: list[_ModuleCall] = []
         self.last: dict[nn.Module, _ModuleCall] = {}
-        self.checks: list[_Check] = []
-        self.stepping: list[_Check] = []  # of optimizers whose step is running, one within the other
-        self.losses: list[tuple[int, _Note]] = []
-        self.waiting: list[_Note] = []  # notes on a GPU
-        self.weights = _Weights()
-        self.known: dict[int, tuple[weakref.ref[Tensor], int, _Note]] = {}
+        self.checks: list[WeightCheck] = []
+        self.stepping: list[WeightCheck] = []  # of optimizers whose step is running, one within the other
+        self.losses: list[tuple[int, FiniteNote]] = []
+        self.waiting: list[FiniteNote] = []  # notes on a GPU
+        self.weights = WeightHistory()
+        self.known: dict[int, tuple[weakref.ref[Tensor], int, FiniteNote]] = {}
         self.kept = False
         self.found = False  # only the writer's thread writes it
 
@@ -239,7 +154,7 @@ class Provenance:
                     hook = partial(self._parameter, module)
                     undo.callback(parameter.register_hook(hook).remove)
 
-    def _note(self, x: Tensor, again: bool = False) -> _Note | None:
+    def _note(self, x: Tensor, again: bool = False) -> FiniteNote | None:
         """again: even if its values seem not to have changed, as those that were written through .data."""
         if not (x.is_floating_point() and x.numel()) or is_dtensor(x) or _is_wrapper(x):
             return None
@@ -249,7 +164,7 @@ class Provenance:
             return known[2]
         values = x.detach() if x.layout is torch.strided else x.detach().coalesce().values()
         low, high = torch.aminmax(values.float() if x.itemsize == 1 else values)
-        note = _Note((low, high), not x.requires_grad)
+        note = FiniteNote((low, high), not x.requires_grad)
         if stays(x) and (self.kept or not self.found):
             self.waiting.append(note)
         else:
@@ -257,7 +172,7 @@ class Provenance:
         self.known[id(x)] = weakref.ref(x), version, note
         return note
 
-    def _notes(self, value: object) -> list[_Note]:
+    def _notes(self, value: object) -> list[FiniteNote]:
         return [note for x in tensors_in(value) if (note := self._note(x))]
 
     def _named(self, tensors: Iterable[tuple[str, Tensor | None]], again: bool = False) -> Notes:
@@ -272,7 +187,9 @@ class Provenance:
     def begin_pass(self) -> None:
         """A forward pass begins: check the weights, also those that code outside of their modules multiplies by."""
         parameters = self._named(self.modules[""].named_parameters(), again=True)
-        self.checks.append(_Check(next(self.orders), parameters, self.stepping[-1].optimizer if self.stepping else ""))
+        self.checks.append(
+            WeightCheck(next(self.orders), parameters, self.stepping[-1].optimizer if self.stepping else "")
+        )
 
     def _held(self, optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
         held = set(map(id, parameters_of(optimizer)))
@@ -284,7 +201,7 @@ class Provenance:
         for note in gradients.values():
             note.mask = False
         parameters = self._named(held, again=True)
-        self.stepping.append(_Check(next(self.orders), parameters, type(optimizer).__name__, gradients))
+        self.stepping.append(WeightCheck(next(self.orders), parameters, type(optimizer).__name__, gradients))
         self.checks.append(self.stepping[-1])
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -293,7 +210,7 @@ class Provenance:
 
     def log(self, loss: float | Tensor) -> None:
         """The training loop has logged the loss."""
-        note = _Note((torch.tensor(0.0),) * 2, False)
+        note = FiniteNote((torch.tensor(0.0),) * 2, False)
         if isinstance(loss, Tensor):
             note = self._note(loss.detach().reshape(1)) or note
         else:
@@ -330,7 +247,7 @@ class Provenance:
             self.known[id(view)] = weakref.ref(view), view._version, note
         return view
 
-    def _gradient(self, of: list[tuple[int, _Note]], gradient: Tensor) -> _Note | None:
+    def _gradient(self, of: list[tuple[int, FiniteNote]], gradient: Tensor) -> FiniteNote | None:
         if note := self._note(gradient.detach()):
             note.mask = False
             of.append((next(self.orders), note))
@@ -413,7 +330,7 @@ class Provenance:
 
     def end(self, iteration: int) -> None:
         """A step has ended: pass it to the writer's thread."""
-        step = _Step(iteration, self.ended, self.checks, self.losses)
+        step = TracedStep(iteration, self.ended, self.checks, self.losses)
         waiting, self.waiting = self.waiting, []
         self.ended, self.checks, self.stepping, self.losses = [], [], [], []
         self.known.clear()
@@ -428,7 +345,7 @@ class Provenance:
         self.recording.report(partial(self._judge, step, waiting, arrived))
 
     def _judge(
-        self, step: _Step, waiting: list[_Note], arrived: tuple[Tensor, Callable[[], None]] | None
+        self, step: TracedStep, waiting: list[FiniteNote], arrived: tuple[Tensor, Callable[[], None]] | None
     ) -> Iterator[Finding]:
         """On the writer's thread."""
         if arrived:
@@ -449,21 +366,21 @@ class Provenance:
 
 
 @dataclass
-class _Step:
+class TracedStep:
     """What was noted in a step."""
 
     iteration: int
     calls: list[_ModuleCall]
-    checks: list[_Check]
-    losses: list[tuple[int, _Note]]
+    checks: list[WeightCheck]
+    losses: list[tuple[int, FiniteNote]]
 
     @property
     def started(self) -> int:
         return min((*(call.order for call in self.calls), *(check.order for check in self.checks)), default=0)
 
-    def origins(self, weights: _Weights) -> Iterator[Origin]:
+    def origins(self, weights: WeightHistory) -> Iterator[Origin]:
         """Updates what is known of the weights, too."""
-        in_order: list[_ModuleCall | _Check] = [*self.calls, *self.checks]
+        in_order: list[_ModuleCall | WeightCheck] = [*self.calls, *self.checks]
         in_order.sort(key=lambda noted: noted.order)
         steps: list[Origin] = []
         for noted in in_order:
@@ -484,7 +401,7 @@ class _Step:
                 text = "the loss that was logged is not finite, although the results and gradients of the model are"
                 yield order, "loss", f"{text}: it was computed outside of the model"
 
-    def _of_step(self, check: _Check, gradients: Notes, weights: _Weights) -> Iterator[Origin]:
+    def _of_step(self, check: WeightCheck, gradients: Notes, weights: WeightHistory) -> Iterator[Origin]:
         """What the step of an optimizer got and made."""
         bad = [name for name, note in gradients.items() if note.bad]
         if bad:

@@ -8,10 +8,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from weakref import WeakKeyDictionary
 
+from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from binade.collector.capture.adapters.layer import Layer
-from binade.collector.capture.clock import parameters_of
+from binade.collector.capture.clock import gradient_of, parameters_of
 from binade.collector.models.site import Site
 from binade.collector.probes.probe import Finding, Observation, Probe, Recording
 from binade.data.segment import TensorRow
@@ -53,7 +54,13 @@ class UnchangedWeights(Probe):
         if optimizer not in self.held:
             held = set(map(id, parameters_of(optimizer)))
             self.held[optimizer] = tuple(name for name, layer in self.layers.items() if id(layer.weight) in held)
-        self.stepped.update(dict.fromkeys(self.held[optimizer], self.recording.clock.iteration))
+        updated = (name for name in self.held[optimizer] if self._has_gradient(name))
+        self.stepped.update(dict.fromkeys(updated, self.recording.clock.iteration))
+
+    def _has_gradient(self, name: str) -> bool:
+        """Whether the step had a gradient of the weight, which the loop may have cleared to freeze it."""
+        weight = self.layers[name].weight
+        return isinstance(weight, nn.Parameter) and gradient_of(weight) is not None
 
     def see(self, rows: Sequence[TensorRow]) -> Iterator[Finding]:
         unchanged: dict[str, int] = {}  # by site: since which iteration

@@ -20,10 +20,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from binade.collector.capture.adapters.dtensor import core_on_parts
+from binade.collector.capture.adapters.hidden_pairs import (
+    SOFTMAXES,
+    hidden_by,
+    hiding_of,
+    lowered,
+    never_seen,
+    permuted,
+)
 from binade.collector.capture.adapters.layer import InstrumentError, eagerly, refusal, refuse
 from binade.collector.capture.adapters.products import (
     Interception,
     Product,
+    by_head,
     computing,
     listen_to_result,
     listened,
@@ -40,9 +49,6 @@ PIECE = 1 << 26  # values
 ATTRIBUTES = ("__get__", "size", "dim")
 BADDBMMS = (torch.baddbmm, Tensor.baddbmm)
 MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm)
-SOFTMAXES = (torch.softmax, Tensor.softmax, F.softmax, torch.special.softmax, torch._safe_softmax)
-# The smallest of the numbers that masks add in place of -inf is -10000, rounded to bfloat16 and with a score added.
-MASKED = -9000.0
 SCALINGS = (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.div, Tensor.div, Tensor.__truediv__)
 
 
@@ -144,19 +150,6 @@ def product(original: Product, a: Tensor, b: Tensor, call: Call, *, transpose_b:
         return observed_product(original, a, b, tap, -1 if transpose_b else -2)
 
 
-def by_head(tap: Tap, heads: int) -> Tap:
-    """A tap that sees the rows of each head apart, as they are when they are rounded."""
-    if heads == 1:
-        return tap
-
-    def show(seen: Observed) -> None:
-        x = seen.tensor
-        apart = x.reshape(*x.shape[:-2], heads, -1, x.shape[-1]) if seen.name in STACKED else x
-        tap(replace(seen, tensor=apart))
-
-    return show
-
-
 def _unscaled(tap: Tap, scale: float) -> Tap:
     """A tap that gets the gradient of scale · a · b as that of a · b, which the quantized product uses."""
     if scale == 1.0:
@@ -183,27 +176,6 @@ def context(original: Product, probs: Tensor, before: Tensor, value: Tensor, cal
 def show_scores(tap: Tap | None, scores: Tensor) -> None:
     if tap:
         tap(Observed("scores", scores.detach()))
-
-
-def hidden_by(scores: Sequence[int], mask: Tensor | None, causal: bool, device: torch.device) -> Tensor | None:
-    """Which pairs of scores [..., s, t] the softmax does not see, as F.scaled_dot_product_attention masks them."""
-    hidden = None
-    if causal:
-        hidden = torch.ones(*scores[-2:], dtype=torch.bool, device=device).tril().logical_not()
-    if mask is not None:
-        masked = ~mask if mask.dtype == torch.bool else mask.detach() <= MASKED
-        hidden = masked if hidden is None else hidden | masked
-    return hidden
-
-
-def _permuted(hidden: Tensor | None, order: Sequence[int]) -> Tensor | None:
-    """With its axes in this order, if it has as many."""
-    return hidden.permute(*order) if hidden is not None and hidden.dim() == len(order) else hidden
-
-
-def _never_seen(probs: Tensor) -> Tensor | None:
-    """Without a softmax of torch: the pairs whose probability is 0 in all sequences and heads."""
-    return (probs.detach() == 0).flatten(0, -3).all(0) if probs.dim() > 2 else None
 
 
 @dataclass(frozen=True)
@@ -292,7 +264,7 @@ class WrittenMode(SdpaMode):
                 refuse(self.name, self.module, "made more than two products of its own, so it is no core of attention")
                 return func(*args, **kwargs)
             self._see(self.unscaled)
-            self._show(None if self.scores is None else _never_seen(written.a))
+            self._show(None if self.scores is None else never_seen(written.a))
             self.order_a = written.order_a
             probs = next(x for x in tensors_in((args, kwargs)) if x.dim() > 2)
             before = written.a if (kept := self.before_dropout(probs)) is probs else kept.permute(*written.order_a)
@@ -303,7 +275,7 @@ class WrittenMode(SdpaMode):
         if self.unscaled is not None and used and func not in SCALINGS:
             self._see(self.unscaled)
         if func in SOFTMAXES and self.scores is not None:
-            self._show(self._lowered(args[0] if args else kwargs["input"], self.scores))
+            self._show(lowered(args[0] if args else kwargs["input"], self.scores, self.added))
         if self.unscaled is None or not used:
             return super().call(func, args, kwargs)
         scaled = func(*args, **kwargs)
@@ -336,22 +308,13 @@ class WrittenMode(SdpaMode):
             self.scores = scores.detach().clone()
         self.unscaled = None
 
-    def _lowered(self, x: Tensor, scores: Tensor) -> Tensor | None:
-        """Which scores are behind a mask in what the softmax gets, which may have more columns, as for sinks."""
-        *rows, keys = scores.shape
-        if x.shape[-1] < keys or x.shape[:-1].numel() != scores.shape[:-1].numel():
-            return None
-        x = x.detach()[..., :keys].reshape(*rows, keys)
-        hidden = (x <= MASKED) & ((scores > MASKED) | x.isneginf())
-        return hidden if self.added is None else hidden | (self.added <= MASKED)
-
     def _of_scores(self, name: str) -> Tensor | None:
         """What is hidden of a tensor of this name of the product of the scores."""
         back = [*map([*self.order].index, range(len(self.order)))]
-        return _permuted(self.hidden, [] if name == "scores" else back)
+        return permuted(self.hidden, [] if name == "scores" else back)
 
     def _of_probs(self, _: str) -> Tensor | None:
-        return _permuted(self.hidden, self.order_a)
+        return permuted(self.hidden, self.order_a)
 
     def _show(self, hidden: Tensor | None) -> None:
         """Record the scores, without those that are hidden."""
@@ -392,7 +355,7 @@ def attend(
         )
     query, key, value = (x.to(product_dtype(x)) for x in (query, key, value))
     hidden = hidden_by((query.shape[-2], key.shape[-2]), attn_mask, is_causal, query.device)
-    qk, pv = _hiding(qk, SCORE_NAMES, hidden), _hiding(pv, PROB_NAMES, hidden)
+    qk, pv = hiding_of(qk, SCORE_NAMES, hidden), hiding_of(pv, PROB_NAMES, hidden)
     if pv.rounding.formats.softmax.tile:
         if dropout_p:
             raise InstrumentError(f"softmax={pv.rounding.formats.softmax} does not support dropout: set it to 0")
@@ -409,10 +372,6 @@ def attend(
     call = replace(pv, tap=reshaped(pv.tap, shape, STACKED)).of_heads(per_group)
     output = context(torch.matmul, stacked, before, value, call)
     return output.reshape(*probs.shape[:-1], value.shape[-1])
-
-
-def _hiding(call: Call, names: Sequence[str], hidden: Tensor | None) -> Call:
-    return replace(call, tap=hiding(call.tap, names, lambda _: hidden))
 
 
 def observed_core(
@@ -436,7 +395,9 @@ def observed_core(
     and there is no dropout, the gradients of the probabilities and of the unscaled scores.
     """
     hidden = hidden_by((query.shape[-2], key.shape[-2]), mask, causal, query.device)
-    qk, pv = (_hiding(Call(tap=tap), names, hidden).tap or tap for tap, names in ((qk, SCORE_NAMES), (pv, PROB_NAMES)))
+    qk, pv = (
+        hiding_of(Call(tap=tap), names, hidden).tap or tap for tap, names in ((qk, SCORE_NAMES), (pv, PROB_NAMES))
+    )
     output = original(listened(query, qk, "grad_a"), listened(key, qk, "grad_b"), listened(value, pv, "grad_b"))
     query, key, value = query.detach(), key.detach(), value.detach()
     with torch.no_grad():

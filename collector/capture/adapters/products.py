@@ -183,6 +183,19 @@ def observed_product(product: Product, a: Tensor, b: Tensor, tap: Tap, dim_b: in
     return y
 
 
+def by_head(tap: Tap, heads: int) -> Tap:
+    """A tap that sees the rows of each head apart, as they are when they are rounded."""
+    if heads == 1:
+        return tap
+
+    def show(seen: Observed) -> None:
+        x = seen.tensor
+        apart = x.reshape(*x.shape[:-2], heads, -1, x.shape[-1]) if seen.name in STACKED else x
+        tap(replace(seen, tensor=apart))
+
+    return show
+
+
 def showing_operands(tap: Tap, a: Tensor, b: Tensor, dim_b: int) -> Tap:
     """A tap that with a result's gradient shows the other operands of dgrad and wgrad, as quant.gemm does."""
     dgrad, wgrad = a.requires_grad, b.requires_grad

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from binade.collector import coverage, instrument
+from binade import collector
+from binade.collector import Watch, coverage, instrument
 from binade.collector.capture.adapters import torch_modules
 from binade.collector.capture.adapters.layer import InstrumentError
 from binade.data.runs import list_runs
@@ -227,6 +228,16 @@ def test_a_run_of_evaluations_alone_says_so(tmp_path):
         loss(model, 0), loss(model, 1)
     with pytest.warns(UserWarning, match="nothing was recorded: all 2 forward passes ran in eval mode"):
         recorder.__exit__(None, None, None)
+
+
+def test_evaluations_between_steps_that_are_not_recorded_are_no_run_of_evaluations(tmp_path, recwarn):
+    model = build()
+    with collector.Recorder(tmp_path, iterations=0, watch=Watch(find_nan=True)) as recorder:
+        with instrument(model, "bf16", recorder):
+            loss(model, 0).backward()
+            with torch.no_grad():
+                loss(model.eval(), 1)
+    assert not [str(warning.message) for warning in recwarn if "eval mode" in str(warning.message)]
 
 
 @pytest.fixture(scope="module")

@@ -270,6 +270,21 @@ def test_gradients_of_a_pass_that_returns_a_dataclass_are_its_own(tmp_path: Path
     assert not events(tmp_path)
 
 
+def test_a_weight_whose_gradient_is_cleared_before_the_first_steps_is_not_named(tmp_path: Path):
+    """As loops freeze a layer in the first epoch."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"up": nn.Linear(32, 32), "down": nn.Linear(32, 1)})
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with Recorder(tmp_path) as recorder, instrument(model, "bf16", recorder):
+        for step in range(4):
+            model["down"](model["up"](X).relu()).square().mean().backward()
+            if step < 2:
+                model["down"].weight.grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+    assert not events(tmp_path)
+
+
 @pytest.mark.parametrize("case", ["adversarial", "every second step", "forgotten"])
 def test_weights_whose_optimizer_steps_less_often_are_not_named(tmp_path: Path, case: str):
     torch.manual_seed(0)
