@@ -442,7 +442,7 @@ def table_files(directory: Path) -> dict[str, Path]:
 
 
 # Columns that segments of earlier versions do not have: they are null there.
-ADDED = {"second_sqnr_db"}
+ADDED = {"second_sqnr_db", "pairs_left_out"}
 
 
 def read_tables(

@@ -42,7 +42,10 @@ METRICS = {
     "code_entropy_bits": Metric("Code entropy", "−Σp·log₂ p over the codes", "bits"),
     "scale_exponent_min": Metric("Smallest scale exponent", "of the block scales; all-zero blocks are left out"),
     "scale_exponent_max": Metric("Largest scale exponent", "of the block scales; all-zero blocks are left out"),
-    "kurtosis": Metric("Kurtosis, with zeros", "E(x−μ)⁴/σ⁴ of all finite values, zeros included: 3 for a normal distribution; subtract 3 for the excess kurtosis"),
+    "kurtosis": Metric(
+        "Kurtosis, with zeros",
+        "E(x−μ)⁴/σ⁴ of all finite values, zeros included: 3 for normal values; subtract 3 for the excess",
+    ),
     "crest_factor": Metric("Crest factor", "absmax / rms"),
     "dynamic_range": Metric("Dynamic range", "log₂(absmax / smallest nonzero magnitude)", "binades"),
     "outlier_ratio": Metric("Outliers", "share of the elements with |x−μ| > 6σ", "%", percent=True),
