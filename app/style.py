@@ -165,6 +165,7 @@ NARROWEST = 320, 180  # pixels of the plot of a chart that is next to another
 Place = Literal["right", "corner", "top"]  # of a legend: next to the plot, in its upper left corner, or above it
 WIDEST = 8  # pixels of a letter of a long name
 DIRECT = 8  # lines that are labelled at their ends
+EARLY = 0.95  # of the width: a line that ends before has its name at its own end
 LABEL = 14  # pixels between two such labels
 LABEL_WIDTH, LABEL_HEIGHT = 0.3, 0.08  # of a point, as shares of the plot of a chart that is next to another
 
@@ -289,7 +290,8 @@ def labelled(
     titles: the names, by group.
 
     A stroke with the color and the dash of its line leads to each name. Where ends nearly coincide, the names move
-    apart. Positions in pixels are known only where the chart is drawn, hence Vega's expressions."""
+    apart. A line that ends before EARLY of the width has its name there, and no stroke: it would look like more of the
+    line. Positions in pixels are known only where the chart is drawn, hence Vega's expressions."""
     titles = titles or dict(zip(groups, groups, strict=True))
     x, y, group = (str(getattr(lines.encoding, name).shorthand).partition(":")[0] for name in ("x", "y", "color"))
     known = lines.data[np.isfinite(lines.data[y].astype(float))].sort_values(x, kind="stable")
@@ -300,8 +302,10 @@ def labelled(
     for channel in (lines.encoding.color, lines.encoding.strokeDash):
         if channel is not alt.Undefined:
             channel.legend = None
+    ends = ends[[x, y, group]].assign(name=ends[group].map(titles))
+    early = ends[x] < known[x].min() + EARLY * (known[x].max() - known[x].min())
+    stopped, ends = ends[early], ends[~early].assign(place=range(int((~early).sum())))
     shift = _apart([float(value) for value in ends[y]])
-    ends = ends[[x, y, group]].assign(place=range(len(ends)), name=ends[group].map(titles))
     at = {"width": f"scale('x', datum['{x}'])", "height": f"scale('y', datum['{y}'])"}
     right, down = (f"(round(clamp({place}, 0, {size}) - {place}) || 0)" for size, place in at.items())  # where zoomed
     base = alt.Chart(ends).encode(y=lines.encoding.y, color=lines.encoding.color)
@@ -324,7 +328,12 @@ def labelled(
         x=as_channel("x", {"value": "width"}), text=alt.Text("name:N")
     )
     title, lines.title = lines.title, alt.Undefined
-    return alt.LayerChart(layer=[lines, strokes, names], title=title)
+    layers = [lines, strokes, names]
+    if len(stopped):
+        at_end = alt.Chart(stopped).mark_text(align="left", dx=8, dy=-8, fontSize=12, fontWeight=600)
+        look = {"x": lines.encoding.x, "y": lines.encoding.y, "color": lines.encoding.color}
+        layers.append(at_end.encode(**look, text=alt.Text("name:N")))
+    return alt.LayerChart(layer=layers, title=title)
 
 
 def named_points(

@@ -31,6 +31,7 @@ JUDGED = (
 )
 RUNG_FIELDS = (
     Field("rung", "Step", format=""),
+    Field("diverged", "Diverged at", "", "The first iteration at which a seed diverged", "d"),
     Field("seeds", "Seeds", format="d"),
     Field("gap", "Mean gap", "nats", "Mean of loss − bf16’s loss over iterations and seeds", "+.5f"),
     Field("deviation", "sd", "nats", "Sample standard deviation of the seeds’ mean gaps", ".5f"),
@@ -44,8 +45,9 @@ RUNG_FIELDS = (
     Field("recipe", "Recipe", format=""),
 )  # fmt: skip
 """The columns of `Ablation.table` that are shown."""
+DIVERGED = "diverged"
 Gaps = Mapping[str, Mapping[Any, float]]
-"""The mean gap to bf16 by recipe and seed."""
+"""The mean gap to bf16 by recipe and seed, infinite if the loss has become NaN or infinite for good."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +67,14 @@ class Judged:
 
     @property
     def verdict(self) -> str:
-        """ "higher than bf16", "lower than bf16" or "not distinguishable from bf16"; "" if there is no change."""
+        """ "higher than bf16", "lower than bf16", "not distinguishable from bf16", "diverged" or "bf16 diverged"; "" if
+        there is no change."""
+        if self.own and math.isnan(self.own.value):
+            return DIVERGED
         if self.change is None:
             return ""
+        if math.isnan(self.change.value):
+            return f"{self.than} {DIVERGED}"
         if not self.is_apart:
             return f"not distinguishable from {self.than}"
         return f"{'higher' if self.change.value > 0 else 'lower'} than {self.than}"
@@ -120,7 +127,7 @@ def ablation(
     at: int | None,
     done: Done = lambda count, of: None,
 ) -> Ablation | None:
-    """What each rung of a ladder costs; None if none of its runs has a gap. table: of `runs_with_references`; gaps: of
+    """What each rung of a ladder costs; None if none of its runs has a gap. table: of `with_outcomes`; gaps: of
     `loss_gaps`; name, at: of the gradients that are compared, "" for none."""
     runs, left_out = ladder_runs(table, gaps, chosen)
     if not runs["gap"].notna().any():
@@ -130,7 +137,11 @@ def ablation(
     errors, notes = _gradient_errors(opened, runs, name, at, done)
     steps = steps.drop(columns="judged").merge(errors, on="recipe", how="left")
     steps = steps.merge(_sqnr(opened, runs), on="recipe", how="left")
-    seeds = runs.dropna(subset="gap").merge(steps[["recipe", "rung"]], on="recipe")[["rung", "seed", "gap"]]
+    seeds = (
+        runs.replace({"gap": math.inf}, math.nan)
+        .dropna(subset="gap")
+        .merge(steps[["recipe", "rung"]], on="recipe")[["rung", "seed", "gap"]]
+    )
     if left_out:
         runs_are = "run of these recipes is" if left_out == 1 else "runs of these recipes are"
         notes = [*notes, f"{left_out} {runs_are} left out: their settings differ, or a newer run has the same seed."]
@@ -138,27 +149,32 @@ def ablation(
 
 
 def ladder_runs(table: pd.DataFrame, gaps: pd.DataFrame, ladder: Ladder) -> tuple[pd.DataFrame, int]:
-    """(the runs of a ladder except bf16, with column gap: the mean of `loss_gaps`, NaN without a bf16 run; how many of
-    its runs are left out). If several runs have the same recipe and seed, the newest counts; of several settings, those
-    with the most rungs and, if equal, the newest."""
+    """(the runs of a ladder except bf16; how many of its runs are left out). Columns gap: the mean of `loss_gaps`, NaN
+    without a bf16 run, infinite for a loss that is no longer finite; diverged: the iteration. If several runs have the
+    same recipe and seed, the newest counts; of several settings, those with the most rungs and, if equal, the newest.
+    """
     candidates = table[table["recipe"].isin([rung.recipe for rung in ladder.rungs]) & (table["recipe"] != BF16)]
     if candidates.empty:
-        return candidates.assign(gap=np.nan), 0
+        return candidates.assign(gap=np.nan, diverged=np.nan), 0
     number = {
         settings: (part["recipe"].nunique(), part.index.max()) for settings, part in candidates.groupby("settings")
     }
     runs = candidates[candidates["settings"] == max(number, key=lambda settings: number[settings])]
     runs = runs.drop_duplicates(["recipe", "seed"], keep="last")
-    runs = runs.assign(gap=runs["run_id"].map(gaps.groupby("run_id")["gap"].mean()))
+    mean = runs["run_id"].map(gaps.groupby("run_id")["gap"].mean())
+    lost = runs["outcome"].map(lambda outcome: outcome.is_lost).astype(bool) & has_reference(runs)
+    diverged = runs["outcome"].map(lambda outcome: outcome.diverged).astype(float)
+    runs = runs.assign(gap=mean.mask(lost, math.inf), diverged=diverged)
     return runs, len(candidates) - len(runs)
 
 
 def rungs(runs: pd.DataFrame, ladder: Ladder) -> pd.DataFrame:
     """The runs of `ladder_runs`, a row per rung that was run, in the ladder's order, bf16 first.
 
-    Columns rung (its title), recipe, seeds (with a gap), gap (mean over seeds), deviation (of the seeds), low, high
-    (the 95% interval of the mean), change (from the rung that it is compared with, paired by seed), verdict (of the
-    change, "" for none), separated (whether it can be told from 0), judged (the change as a Judged).
+    Columns rung (its title), recipe, diverged (the first iteration at which a seed did), seeds (with a gap), gap (mean
+    over seeds), deviation (of the seeds), low, high (the 95% interval of the mean), change (from the rung that it is
+    compared with, paired by seed), verdict (of the change, "" for none), separated (whether it can be told from 0),
+    judged (the change as a Judged).
     """
     gaps = {
         str(recipe): dict(zip(part["seed"], part["gap"], strict=True))
@@ -173,19 +189,43 @@ def rungs(runs: pd.DataFrame, ladder: Ladder) -> pd.DataFrame:
         row |= {"verdict": result.verdict, "separated": result.is_apart}
         if rung.recipe == BF16:
             row |= {"seeds": most, "gap": 0.0}
+        row["diverged"] = runs.loc[runs["recipe"] == rung.recipe, "diverged"].min()
         if estimate := result.own:
             row |= {"gap": estimate.value, "deviation": result.deviation, "low": estimate.low, "high": estimate.high}
         if result.change:
             row |= {"change": result.change.value, "judged": result}
         rows.append(row)
-    columns = ["rung", "recipe", "seeds", "gap", "deviation", "low", "high", "change", "verdict", "separated", "judged"]
-    return pd.DataFrame(rows, columns=columns).replace([np.inf, -np.inf], np.nan)
+    columns = [
+        "rung",
+        "recipe",
+        "diverged",
+        "seeds",
+        "gap",
+        "deviation",
+        "low",
+        "high",
+        "change",
+        "verdict",
+        "separated",
+        "judged",
+    ]
+    frame = pd.DataFrame(rows, columns=columns).replace([np.inf, -np.inf], np.nan)
+    return frame.astype({"diverged": float})
 
 
 def _separated(rungs: pd.DataFrame, chosen: Ladder) -> evidence.Sentence:
     """Which changes the seeds tell from 0, and which they do not."""
+    diverged = rungs.dropna(subset=["diverged"]).sort_values("diverged")
+    texts = [f"{rung} at iteration {at:.0f}" for rung, at in zip(diverged["rung"], diverged["diverged"], strict=True)]
+    lost = evidence.say("Diverged: {texts}.", texts=evidence.listed(texts)) if texts else Sentence()
+    return evidence.together(lost, _by_seeds(rungs, chosen))
+
+
+def _by_seeds(rungs: pd.DataFrame, chosen: Ladder) -> evidence.Sentence:
     judged: list[tuple[str, Judged]] = [
-        (str(row["rung"]), row["judged"]) for row in rungs.to_dict("records") if row["verdict"]
+        (str(row["rung"]), row["judged"])
+        for row in rungs.to_dict("records")
+        if row["verdict"] and not row["verdict"].endswith(DIVERGED)
     ]
     most = max((result.change.n for _, result in judged if result.change), default=0)
     if most < 2:

@@ -14,7 +14,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -29,20 +29,31 @@ from binade.data.fields import MEASURES, Field
 from binade.data.filter import Filter
 from binade.data.gap_bands import Band, PlainRun, own_bands
 from binade.data.gradients import gradient_errors
-from binade.data.held_out import HeldOutGap, evaluations_of, held_out_gap, held_out_sentence, last_in_common, pairs_of
+from binade.data.held_out import (
+    HeldOutGap,
+    evaluations_of,
+    held_out_gap,
+    held_out_sentence,
+    last_in_common,
+    pairs_of,
+    repeated,
+)
+from binade.data.outcomes import DEFINITION, Outcome, before_divergence, outcome_of
 from binade.data.run_table import PARTS, has_reference
-from binade.data.same_data import closest, equal_warm_up, losses_on_same_data, pairs_on_same_data
+from binade.data.same_data import NATS, UNKNOWN, closest, equal_warm_up, losses_on_same_data, pairs_on_same_data
 from binade.quant.formats import BF16, UnknownFormatError
 from binade.quant.specs import Spec, SpecError
 
 Losses = Mapping[str, list[dict[str, Any]]]
 Done = Callable[[int, int], None]  # of the runs whose gradients are compared: how many, of how many
-NAMED = 4  # recipes in a sentence
 MOST_RUNS = 10  # whose gradients are compared
 NO_INTERVAL = "one seed"
 
 RECIPE_FIELDS = (
     Field("label", "Recipe", format=""),
+    Field("outcome", "Outcome", "", f"Where its training diverged ({DEFINITION}) or ended early. A recipe that "
+          "diverged is listed last, without a gap if its loss is not finite; one that ended early is compared on the "
+          "iterations that both have", ""),
     Field("seeds", "Seeds", "", "Seeds with a bf16 run on the same data", "d"),
     Field("gap", "Mean gap", "nats", "Mean over iterations and seeds of the loss minus that of bf16", "+.4f"),
     Field("gap_interval", "95% interval", "", "Of the mean gap, over seeds (Student’s t)", ""),
@@ -62,7 +73,7 @@ RECIPE_FIELDS = (
           "t), which holds for this seed; of several seeds, over seeds", ""),
     Field("held_out_slope", "Held-out gap per doubling", "nats", "Change of the held-out gap when the tokens double: "
           "least squares over all evaluations", "+.4f"),
-    Field("held_out_slope_interval", "Held-out gap per doubling, 95% interval", "", "Over sequences, or seeds", ""),
+    Field("held_out_slope_interval", "Held-out gap per doubling, 95% interval", "", "Over seeds", ""),
     Field("held_out_at", "Held out after", "", "Iterations with the recipe, tokens trained until then and tokens per "
           "parameter. Nothing is known of longer training", ""),
     Field("left", "Leaves bf16’s band", "", "First iteration from which the gap, its mean over seeds, is beyond the "
@@ -71,6 +82,7 @@ RECIPE_FIELDS = (
 """The columns of `with_effects` that are shown."""
 RUN_FIELDS = (
     Field("label", "Run", format=""),
+    Field("outcome", "Outcome", "", "Where its training diverged or ended early, or that of its bf16 run diverged", ""),
     Field("gap", "Mean gap", "nats", "Mean over iterations of the loss minus that of the reference", "+.4f"),
     Field("first", "Rounding alone", "nats", "Gap in the first iteration (0, or that of a branch), before any step: "
           "weights and data are those of bf16", "+.4f"),
@@ -104,57 +116,92 @@ def loss_gaps(table: pd.DataFrame, losses: Losses) -> pd.DataFrame:
     references, the one counts whose losses can be compared at most iterations, and never the run itself if there is
     another.
 
-    Columns run_id, label, iteration, loss, gap (nats per token; positive: worse than bf16), equal (whether weights are
-    known to be those of the reference). Iterations that the reference does not have, and runs without a reference, are
-    left out.
+    Columns run_id, label, iteration, loss, gap (nats per token; positive: worse than bf16), equal (whether all that
+    enters the model is known to be that of the reference), reference (its run_id). Iterations that the reference does
+    not have or at which it has diverged, those without a finite loss, and runs without a reference, are left out.
     """
     rows = []
     branched = dict(zip(table["run_id"], table["branched"], strict=True))
+    trained = dict(zip(table["run_id"], table["trained"], strict=True))
+    sound = {run_id: before_divergence(steps, outcome_of(steps)) for run_id, steps in losses.items()}
     for _, run in table.iterrows():
-        steps = losses.get(run["run_id"], [])
+        steps = [step for step in losses.get(run["run_id"], []) if step["loss"] is not None]
         known = [run_id for run_id in run["references"] if run_id in losses]
         others = [run_id for run_id in known if run_id != run["run_id"]] or known
-        name = closest(steps, [(run_id, losses[run_id]) for run_id in others])
-        reference = losses[name] if name else []
+        name = closest(steps, [(run_id, sound[run_id]) for run_id in others])
+        reference = sound[name] if name else []
         since = max(run["branched"], branched.get(name, -math.inf))
-        same = equal_warm_up(steps, reference, since)
+        same = run["trained"] is not None and run["trained"] == trained.get(name)
+        same = same and equal_warm_up(steps, reference, since)
         rows += [
-            (run["run_id"], run["label"], iteration, loss, loss - other, iteration == max(since, 0) and same)
+            (run["run_id"], run["label"], iteration, loss, loss - other, iteration == max(since, 0) and same, name)
             for iteration, loss, other in losses_on_same_data(steps, reference)
         ]
-    return pd.DataFrame(rows, columns=["run_id", "label", "iteration", "loss", "gap", "equal"])
+    return pd.DataFrame(rows, columns=["run_id", "label", "iteration", "loss", "gap", "equal", "reference"])
+
+
+def with_outcomes(table: pd.DataFrame, losses: Losses) -> pd.DataFrame:
+    """The table with the column outcome: how each run trained. losses: with those that are not finite."""
+    nats = table["unit"] == NATS
+    outcomes = [outcome_of(losses.get(run_id, []), grows) for run_id, grows in zip(table["run_id"], nats, strict=True)]
+    return table.assign(outcome=pd.Series(outcomes, table.index, object))
 
 
 def costs(gaps: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:
-    """A row per quantized run, the largest |gap| first.
+    """A row per quantized run that has a gap or has diverged, the largest |gap| first, those that diverged last. table:
+    of `with_outcomes`.
 
     Columns run_id, label, name, recipe, settings, start, parts (what is rounded, in words), gap (mean over the
-    iterations that both have), first (in the first one, on equal weights; NaN without one), last (at the last), added
-    (last minus first; NaN without a later iteration), iterations, only (the part, where only one is rounded), spec (its
-    format).
+    iterations that both have; NaN if the loss has become NaN or infinite for good), first (in the first one, if all
+    that enters the model is known to be equal; else NaN), last (at the last), added (last minus first; NaN without a
+    later iteration), iterations, only (the part, where only one is rounded), spec (its format), outcome (in words),
+    diverged (the iteration; NaN if it has not), ended (whether it ended before its reference).
     """
-    quantized = table[table["quantized"]].set_index("run_id")
+    outcomes = dict(zip(table["run_id"], table["outcome"], strict=True))
+    labels = dict(zip(table["run_id"], table["label"], strict=True))
+    parts = dict(iter(gaps.groupby("run_id")))
     rows = []
-    for run_id, part in gaps[gaps["run_id"].isin(quantized.index)].groupby("run_id", sort=False):
-        run = quantized.loc[run_id]
+    for _, run in table[table["quantized"] & has_reference(table)].iterrows():
+        outcome, part = run["outcome"], parts.get(run["run_id"], gaps.iloc[:0]).sort_values("iteration")
+        if part.empty and outcome.diverged is None:
+            continue
+        name = part["reference"].iloc[0] if len(part) else run["references"][0]
+        reference = outcomes.get(name, Outcome())
+        gap, first, last, added = (
+            _of_gaps(part) if len(part) and not outcome.is_lost else (np.nan, _first(part), np.nan, np.nan)
+        )
         rounded = {name: run[name] for name in PARTS if run[name] not in (None, BF16)}
-        part = part.sort_values("iteration")
-        first, last = part.loc[part["equal"], "gap"].mean(), part["gap"].iloc[-1]
         only, spec = next(iter(rounded.items())) if len(rounded) == 1 else (None, None)
-        row = {"run_id": run_id} | {name: run[name] for name in ("label", "name", "recipe", "settings", "start")}
-        row |= {"parts": ", ".join(f"{name} {fmt}" for name, fmt in rounded.items()), "gap": part["gap"].mean()}
-        row |= {"first": first, "last": last, "added": np.nan if part["equal"].iloc[-1] else last - first}
-        rows.append(row | {"iterations": len(part), "only": only, "spec": spec})
+        row = {name: run[name] for name in ("run_id", "label", "name", "recipe", "settings", "start")}
+        row |= {"parts": ", ".join(f"{name} {fmt}" for name, fmt in rounded.items()), "gap": gap}
+        row |= {"first": first, "last": last, "added": added, "iterations": len(part), "only": only, "spec": spec}
+        row |= {"outcome": outcome.text(reference, labels.get(name, BF16)) or None, "diverged": outcome.diverged}
+        rows.append(row | {"ended": outcome.diverged is None and outcome.ended_before(reference)})
     columns = ["run_id", "label", "name", "recipe", "settings", "start", "parts", "gap", "first", "last", "added"]
-    frame = pd.DataFrame(rows, columns=[*columns, "iterations", "only", "spec"])
-    return frame.sort_values("gap", key=abs, ascending=False, ignore_index=True)
+    frame = pd.DataFrame(rows, columns=[*columns, "iterations", "only", "spec", "outcome", "diverged", "ended"])
+    frame = frame.astype({"diverged": float, "outcome": object})
+    frame["outcome"] = frame["outcome"].where(frame["outcome"].notna(), None)
+    frame = frame.assign(size=frame["gap"].abs())
+    ordered = frame.sort_values(["diverged", "size"], ascending=False, na_position="first", ignore_index=True)
+    return ordered.drop(columns="size")
+
+
+def _first(part: pd.DataFrame) -> float:
+    return float(part.loc[part["equal"].astype(bool), "gap"].mean())
+
+
+def _of_gaps(part: pd.DataFrame) -> tuple[float, float, float, float]:
+    """(mean, first, last and last minus first) of a run's gaps, by iteration."""
+    first, last = _first(part), float(part["gap"].iloc[-1])
+    return float(part["gap"].mean()), first, last, np.nan if part["equal"].iloc[-1] else last - first
 
 
 @dataclass(frozen=True)
 class RecipeRuns:
     """Runs of one recipe and of the same settings: the gap on each data and start (of the newest run), and the part and
     format, if only one part is rounded. label: of the only run, else the recipe's name. first and added: as in `costs`,
-    where they are known. runs: their run_ids; run_id: the newest."""
+    where they are known. runs: their run_ids; run_id: the newest. diverged: the iteration, of each start that did.
+    outcome: in words; "" if all trained to the end."""
 
     label: str
     gaps: Mapping[Any, float]
@@ -164,6 +211,8 @@ class RecipeRuns:
     first: Mapping[Any, float]
     added: Mapping[Any, float]
     runs: tuple[str, ...] = ()
+    diverged: Mapping[Any, int] = field(default_factory=dict)
+    outcome: str = ""
 
     @property
     def gap(self) -> Estimate:
@@ -183,7 +232,8 @@ class RecipeRuns:
 
 
 def by_recipe(costs: pd.DataFrame, oldest_first: Sequence[str]) -> list[RecipeRuns]:
-    """`costs` by recipe and settings, the largest |mean gap| first. oldest_first: the run_ids."""
+    """`costs` by recipe and settings, the largest |mean gap| first, those of which a run diverged last, the earliest at
+    the very end. oldest_first: the run_ids."""
     recipes, place = [], {run_id: at for at, run_id in enumerate(oldest_first)}
     for (name, _), runs in costs.groupby(["name", "settings"], sort=False):
         runs = runs.sort_values("run_id", key=lambda ids: ids.map(place)).drop_duplicates("start", keep="last")
@@ -191,9 +241,36 @@ def by_recipe(costs: pd.DataFrame, oldest_first: Sequence[str]) -> list[RecipeRu
         label = newest["label"] if len(runs) == 1 else str(name)
         gaps = dict(zip(runs["start"], runs["gap"], strict=True))
         first, added = (runs.dropna(subset=[name]).set_index("start")[name].to_dict() for name in ("first", "added"))
-        ids = tuple(runs["run_id"])
-        recipes.append(RecipeRuns(label, gaps, newest["run_id"], newest["only"], newest["spec"], first, added, ids))
-    return sorted(recipes, key=lambda recipe: -abs(recipe.gap.value))
+        ids, lost = tuple(runs["run_id"]), runs.dropna(subset=["diverged"]).set_index("start")["diverged"].astype(int)
+        recipe = RecipeRuns(label, gaps, newest["run_id"], newest["only"], newest["spec"], first, added, ids)
+        recipes.append(replace(recipe, diverged=lost.to_dict(), outcome=_outcome(runs)))
+    return sorted(recipes, key=_rank)
+
+
+def _outcome(runs: pd.DataFrame) -> str:
+    """How the runs of a recipe trained, in words: rows of `costs`."""
+    if len(runs) == 1:
+        return runs["outcome"].iloc[0] or ""
+    said = []
+    if lost := len(known := runs["diverged"].dropna()):
+        said.append(f"{lost} of {len(runs)} seeds diverged, the first at iteration {int(known.min())}")
+    others = runs[runs["diverged"].isna() & runs["outcome"].notna()]
+    if len(others):
+        said.append(f"{len(others)} of {len(runs)} seeds are compared in part: see the runs")
+    return "; ".join(said)
+
+
+def _rank(recipe: RecipeRuns) -> tuple[bool, float]:
+    """The place of a recipe in lists: by its gap, or of those that diverged by when."""
+    if recipe.diverged:
+        return True, -min(recipe.diverged.values())
+    return False, -abs(recipe.gap.value)
+
+
+def worst_first(recipes: Sequence[RecipeRuns]) -> list[RecipeRuns]:
+    """Those that diverged first, the earliest at the top, then the largest |mean gap|: for lists that stop."""
+    diverged = sorted((recipe for recipe in recipes if recipe.diverged), key=lambda one: min(one.diverged.values()))
+    return [*diverged, *sorted((recipe for recipe in recipes if not recipe.diverged), key=_rank)]
 
 
 def bands_of(
@@ -208,10 +285,16 @@ def bands_of(
     for recipe in recipes:
         settings = runs["settings"][runs["references"][recipe.run_id][0]]
         iterations = frozenset(gaps.loc[gaps["run_id"] == recipe.run_id, "iteration"])
+        if not iterations:
+            continue
         if (settings, iterations) not in known:
             alike = table[plain & table["settings"].map(settings.__eq__)]
             of_runs = zip(alike["seed"], alike["data"], alike["run_id"].map(losses), strict=True)
-            known[settings, iterations] = own_bands((PlainRun(*run) for run in of_runs), iterations)
+            plain_runs = [
+                PlainRun(seed, data, [step for step in steps if step["loss"] is not None])
+                for seed, data, steps in of_runs
+            ]
+            known[settings, iterations] = own_bands(plain_runs, iterations)
         bands[recipe.run_id] = known[settings, iterations]
     return bands
 
@@ -219,10 +302,10 @@ def bands_of(
 @dataclass(frozen=True)
 class Comparison:
     """
-    table    of `runs_with_references`
+    table    of `runs_with_references`, `with_outcomes`
     gaps     of `loss_gaps`
     costs    a row per run
-    recipes  the largest |mean gap| first
+    recipes  the largest |mean gap| first, those that diverged last
     bands    (seeds, reordering) of each recipe, by its run_id; empty if runs are compared with another one than bf16
     base     what the gaps are to
     """
@@ -237,16 +320,17 @@ class Comparison:
     @cached_property
     def left(self) -> dict[str, int | None]:
         """The iteration at which each recipe leaves bf16's band of reordering, by its run_id; None for one that does
-        not. Recipes without such a band are left out."""
+        not. One that diverged leaves it then at the latest. Recipes without such a band are left out."""
         iterations = {}
         for recipe in self.recipes:
             band = self.bands.get(recipe.run_id, (None, None))[1]
             if band and not band.missing:
                 gaps = self.gaps[self.gaps["run_id"].isin(recipe.runs)]
                 wide = gaps.pivot_table(index="iteration", columns="run_id", values="gap").dropna()
-                iterations[recipe.run_id] = band.left_at(
-                    {int(at): float(gap) for at, gap in zip(wide.index, wide.mean(axis=1), strict=True)}
-                )
+                mean = {int(at): float(gap) for at, gap in zip(wide.index, wide.mean(axis=1), strict=True)}
+                diverged = min(recipe.diverged.values(), default=None)
+                left = band.left_at({at: gap for at, gap in mean.items() if diverged is None or at < diverged})
+                iterations[recipe.run_id] = diverged if left is None else left
         return iterations
 
     @cached_property
@@ -256,6 +340,7 @@ class Comparison:
         rows = []
         for recipe in self.recipes:
             row: dict[str, Any] = {"run_id": recipe.run_id, "label": recipe.label, "seeds": recipe.gap.n}
+            row |= {"outcome": recipe.outcome or None, "diverged": min(recipe.diverged.values(), default=None)}
             parts = {"gap": recipe.gap, "first": evidence.mean(GAP, recipe.first.values()), "added": recipe.added_gap}
             for name, estimate in parts.items():
                 row |= {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
@@ -266,7 +351,7 @@ class Comparison:
             rows.append(row)
         ends = [f"{name}_{end}" for name in ("gap", "first", "added") for end in ("low", "high")]
         shown = (field.name for field in RECIPE_FIELDS if not field.name.startswith(("effect", "held_out")))
-        columns = [*shown, "run_id", *ends]
+        columns = [*shown, "run_id", "diverged", *ends]
         return pd.DataFrame(rows, columns=columns).replace([np.inf, -np.inf], np.nan)
 
     @property
@@ -277,7 +362,27 @@ class Comparison:
     def sentences(self) -> list[Sentence]:
         """Which gaps can be told from 0, where each lies in the bands, and when it leaves that of reordering."""
         placed = gap_bands.placed((recipe.label, recipe.gap, self.bands[recipe.run_id]) for recipe in self._banded)
-        return [sentence for sentence in (*self._answers, *placed, *self.leaving) if sentence]
+        return [sentence for sentence in (*self.outcomes, *self._answers, *placed, *self.leaving) if sentence]
+
+    @property
+    def outcomes(self) -> list[Sentence]:
+        """Which recipes diverged, and which are compared on a part of their reference's iterations."""
+        sentences = []
+        if lost := [recipe for recipe in worst_first(self.recipes) if recipe.diverged]:
+            texts = [
+                f"{recipe.label} at iteration {min(recipe.diverged.values())}{_of_seeds(len(recipe.diverged), recipe)}"
+                for recipe in lost
+            ]
+            sentences.append(Sentence(f"Diverged: {evidence.listed(texts)}."))
+        runs = self.costs[self.costs["diverged"].isna()]
+        for title, part in (
+            ("Ended early, and compared on the iterations that both have", runs[runs["ended"]]),
+            ("Compared in part", runs[~runs["ended"].astype(bool) & runs["outcome"].notna()]),
+        ):
+            if len(part):
+                texts = [f"{label} ({text})" for label, text in zip(part["label"], part["outcome"], strict=True)]
+                sentences.append(Sentence(f"{title}: {evidence.listed(texts)}."))
+        return sentences
 
     @property
     def _banded(self) -> list[RecipeRuns]:
@@ -292,12 +397,12 @@ class Comparison:
     def leaving(self) -> list[Sentence]:
         """When each recipe leaves bf16's band."""
         left = [(recipe.label, self.left[recipe.run_id]) for recipe in self.recipes if recipe.run_id in self.left]
-        out = [f"{label} at iteration {at}" for label, at in left if at is not None]
+        out = sorted(((at, label) for label, at in left if at is not None))
         inside = [label for label, at in left if at is None]
         sentences = []
         if out:
-            more = f" and {len(out) - NAMED} more" * (len(out) > NAMED)
-            sentences.append(Sentence(f"Leaves bf16’s band of reordering: {'; '.join(out[:NAMED])}{more}."))
+            texts = [f"{label} at iteration {at}" for at, label in out]
+            sentences.append(Sentence(f"Leaves bf16’s band of reordering: {evidence.listed(texts)}."))
         if inside:
             sentences.append(Sentence(f"Does not leave bf16’s band of reordering: {evidence.listed(inside)}."))
         return sentences
@@ -306,18 +411,18 @@ class Comparison:
     def _answers(self) -> list[Sentence]:
         """Which recipes’ gaps can be told from 0, and, of one part rounded alone, which part costs the most."""
         sentences: list[Sentence] = []
-        recipes = self.recipes
-        known = [recipe for recipe in recipes if recipe.first] if self.base == BF16 else []
+        known = [recipe for recipe in self.recipes if recipe.first] if self.base == BF16 else []
         if known:
             firsts = [(recipe.label, recipe.first_gap) for recipe in known]
             what = "Change of the loss by rounding alone (first iteration, on the weights and data of bf16)"
-            sentences.append(evidence.each_of(firsts[:NAMED], what))
+            sentences.append(evidence.each_of(firsts, what))
+        recipes = [recipe for recipe in self.recipes if not math.isnan(recipe.gap.value)]  # the others diverged
         several = [recipe for recipe in recipes if len(recipe.gaps) > 1 or recipe not in known]
         pairs = [(recipe.label, recipe.gap) for recipe in several]
         sentences.append(evidence.effects(pairs, self.base, ("higher loss", "lower loss")))
-        if added := [recipe for recipe in known if recipe not in several and recipe.added]:
+        if added := [recipe for recipe in known if recipe in recipes and recipe not in several and recipe.added]:
             shown = [(recipe.label, recipe.added_gap) for recipe in added]
-            sentences.append(evidence.each_of(shown[:NAMED], "Training adds, which one seed cannot tell from chance"))
+            sentences.append(evidence.each_of(shown, "Training adds, which one seed cannot tell from chance"))
         for spec in dict.fromkeys(recipe.spec for recipe in recipes if recipe.only and recipe.spec):
             alone = {str(recipe.only): recipe.gaps for recipe in recipes if recipe.only and recipe.spec == spec}
             if len(alone) > 1 and max(map(len, alone.values())) > 1:
@@ -327,9 +432,15 @@ class Comparison:
         return sentences
 
 
+def _of_seeds(count: int, recipe: RecipeRuns) -> str:
+    return f" ({count} of {len(recipe.gaps)} seeds)" if len(recipe.gaps) > 1 else ""
+
+
 def compare(table: pd.DataFrame, losses: Losses, base: str = BF16) -> Comparison:
     """Compare the quantized runs of a table of `runs_with_references` with their references. losses: of all its runs
-    and references. base: what the references are; other than bf16 it has no bands."""
+    and references, with those that are not finite (`losses_of` with lost). base: what the references are; other than
+    bf16 it has no bands."""
+    table = with_outcomes(table, losses)
     gaps = loss_gaps(table, losses)
     runs = costs(gaps, table)
     recipes = by_recipe(runs, table["run_id"].tolist())
@@ -358,10 +469,13 @@ def comparable_runs(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def left_out(table: pd.DataFrame) -> tuple[str, ...]:
-    """A sentence on the runs of a table that have no bf16 run."""
-    without = table.loc[table["quantized"] & ~has_reference(table), "label"].tolist()
-    why = f"{evidence.listed(without)}.{_unknown(table)}"
-    return (f"Left out, because no bf16 run saw the same data: {why}",) * bool(without)
+    """Sentences on the runs of a table that cannot be compared."""
+    sentences = [other_unit(table)]
+    without = table[table["quantized"] & ~has_reference(table) & (table["unit"] == NATS)]
+    if len(without):
+        labels = evidence.listed(without["label"].tolist())
+        sentences.append(f"Left out, because no bf16 run saw the same data: {labels}.{_unknown(without)}")
+    return tuple(filter(None, sentences))
 
 
 def no_reference(table: pd.DataFrame) -> str:
@@ -370,16 +484,28 @@ def no_reference(table: pd.DataFrame) -> str:
         return "The filter selects no run."
     if not table["quantized"].any():
         return "None of these runs was quantized in training: collect one, for example with `binade quick mxfp4`."
-    if comparable_runs(table).empty:
-        collect = "collect one with the same options and --quantization bf16."
-        return f"No bf16 run saw the same data as these runs: {collect}{_unknown(table)}"
-    return ""
+    if not comparable_runs(table).empty:
+        return ""
+    without = table[table["quantized"] & (table["unit"] == NATS)]
+    if without.empty:
+        return other_unit(table)
+    collect = "collect one with the same options and --quantization bf16."
+    return f"No bf16 run saw the same data as these runs: {collect}{_unknown(without)}"
 
 
-def _unknown(table: pd.DataFrame) -> str:
+def other_unit(table: pd.DataFrame) -> str:
+    """A sentence on the runs whose losses are in another unit than NATS; "" without one."""
+    other = table[table["unit"] != NATS]
+    units = [
+        f"{evidence.listed(runs['label'].tolist())} ({'unit unknown' if unit == UNKNOWN else unit})"
+        for unit, runs in other.groupby("unit", sort=False)
+    ]
+    return f"Losses that are not known to be in {NATS} are not compared: {'; '.join(units)}." if units else ""
+
+
+def _unknown(without: pd.DataFrame) -> str:
     """What is not known of the runs without a reference, as sentences after a space."""
-    alone = table[table["quantized"] & ~has_reference(table) & (table["unknown"] != "")]
-    groups = alone.groupby("unknown", sort=False)["label"]
+    groups = without[without["unknown"] != ""].groupby("unknown", sort=False)["label"]
     return "".join(f" {evidence.listed(labels.tolist())}: {what}." for what, labels in groups)
 
 
@@ -440,10 +566,16 @@ def measured_sentence(opened: Catalog, compared: Comparison) -> Sentence:
     known = [
         (recipe.label, measurement[0]) for recipe in compared.recipes if (measurement := measured_of(opened, recipe))
     ]
-    alone = evidence.each_of(known[:NAMED], "Measured change of the loss by rounding alone (`binade measure`)")
+    alone = evidence.each_of(known, "Measured change of the loss by rounding alone (`binade measure`)")
     gaps = held_out_gaps(opened, compared)
-    held_out = [(recipe.label, gaps[recipe.run_id]) for recipe in compared.recipes if recipe.run_id in gaps]
-    return evidence.together(alone, held_out_sentence(held_out, compared.base))
+    recipes = [recipe for recipe in compared.recipes if recipe.run_id in gaps]
+    evaluations = evaluations_of(opened.root, compared.table["run_id"])
+    bits = {
+        recipe.label: repeated(compared.table, recipe.runs, evaluations, gaps[recipe.run_id].iteration)
+        for recipe in recipes
+    }
+    held_out = [(recipe.label, gaps[recipe.run_id]) for recipe in recipes]
+    return evidence.together(alone, held_out_sentence(held_out, compared.base, bits))
 
 
 def operand_table(opened: Catalog, recipes: Iterable[RecipeRuns]) -> pd.DataFrame:

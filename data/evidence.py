@@ -12,23 +12,32 @@ compared: what samples cannot tell apart, a sentence calls not distinguishable.
 | two runs that differ by chance | 0: their difference | 95% of such differences, Student's t |
 | values of a sample | share | Wilson's, 95% |
 | sequences, micro-batches, passes | mean or total | from the standard error over them, Student's t, 95% |
-| layers or iterations | Theil–Sen slope | of the slope, 95%; its p-value is Kendall's |
+| iterations | Theil–Sen slope | none; its p-value is that of Kendall's τ among autocorrelated values |
+| pairs | Spearman's ρ | Bonett and Wright's, 95%, from FEWEST_PAIRS on |
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from binade.data.fields import Field
 from binade.data.student import noncentrality, quantile
 
+if TYPE_CHECKING:
+    import numpy as np
+
 Measure = Field
 LEVEL = 0.05  # the share of sentences that may name a difference where there is none
-FEWEST = 5  # points of a trend: with four, Kendall's p-value cannot be below LEVEL
+FEWEST = 5  # points of a trend
+FEWEST_PAIRS = 10  # of an interval of Spearman's ρ: with fewer it does not cover it
+AUTOCORRELATION = 0.9  # between successive points, which a trend must differ from
+MOST_POINTS = 40  # of a trend's test: more are averaged in blocks
+DRAWS = 20_000  # series without a trend, from which the p-value of one is counted
 NAMED = 4  # things that a sentence names
 EQUAL = 0.01  # relative difference of two exact values that are called equal
 
@@ -194,6 +203,17 @@ def between_two(measure: Measure, deviation: float, degrees: int, n: int, of: st
     return _estimate(measure, 0.0, math.sqrt(2) * deviation, n, of, "difference of two", degrees)
 
 
+def between_alike(measure: Measure, groups: Iterable[Sequence[float]], of: str) -> Estimate | None:
+    """`between_two` from the deviations within groups of values that only chance sets apart, pooled; None if no group
+    has two values."""
+    several = [group for group in groups if len(group) > 1]
+    if not several:
+        return None
+    degrees = sum(len(group) - 1 for group in several)
+    deviation = math.sqrt(sum(statistics.variance(group) * (len(group) - 1) for group in several) / degrees)
+    return between_two(measure, deviation, degrees, degrees + len(several), of)
+
+
 def proportion(measure: Measure, share: float, n: int, of: str) -> Estimate:
     """A share of n independent values, with Wilson's 95% interval."""
     if not n or math.isnan(share):
@@ -206,38 +226,73 @@ def proportion(measure: Measure, share: float, n: int, of: str) -> Estimate:
 
 
 def trend(measure: Measure, at: Iterable[float], values: Iterable[float], of: str) -> Estimate:
-    """The Theil–Sen slope of values over `at` with its 95% interval, and Kendall's p-value. NaN for fewer than FEWEST
-    finite points."""
-    from scipy.stats import kendalltau, theilslopes
+    """The Theil–Sen slope of values over `at`. NaN for fewer than FEWEST finite points.
 
-    points = [
+    Its p-value is the share of series without a trend whose Kendall's τ is as far from 0. Values that are recorded in
+    training depend on those before, by how much is not known from a few points: an estimate of it fails (Yue and Wang
+    2004), so the series have an AUTOCORRELATION that is as high as is plausible. See tests/bench/bench_trends.py."""
+    from scipy.stats import theilslopes
+
+    points = sorted(
         (float(x), float(y)) for x, y in zip(at, values, strict=True) if y is not None and math.isfinite(float(y))
-    ]
+    )
     per = replace(measure, unit=f"{measure.unit} per {_one(of)}".strip(), format="+.3g", resolution=0.0)
     if len(points) < FEWEST or len({x for x, _ in points}) < FEWEST:
         return Estimate(per, math.nan, -math.inf, math.inf, len(points), of, "slope", math.nan)
     x, y = zip(*points, strict=True)
-    slope, _, low, high = theilslopes(y, x, alpha=1 - LEVEL)
-    p = float(kendalltau(x, y).pvalue)
-    p = 1.0 if math.isnan(p) else p  # all values are equal
-    error = (float(high) - float(low)) / 3.92
-    return Estimate(per, float(slope), float(low), float(high), len(points), of, "slope", error, p)
+    slope = float(theilslopes(y, x)[0])
+    return Estimate(per, slope, -math.inf, math.inf, len(points), of, "slope", math.nan, _p_of_trend(y))
+
+
+def _p_of_trend(values: Sequence[float]) -> float:
+    """The p-value of a trend over successive values; of many, of the means of blocks."""
+    import numpy as np
+
+    series = np.array(values)
+    if len(series) > MOST_POINTS:
+        series = np.array([block.mean() for block in np.array_split(series, MOST_POINTS)])
+    without = _taus_without_trend(len(series))
+    return float((1 + (without >= abs(_taus(series[None])[0]) - 1e-12).sum()) / (1 + len(without)))
+
+
+@cache
+def _taus_without_trend(points: int) -> np.ndarray:
+    """|τ| of DRAWS stationary series of so many points with AUTOCORRELATION (AR(1)), the same in each process."""
+    import numpy as np
+
+    noise = np.random.default_rng(0).standard_normal((points, DRAWS))
+    series = [noise[0]]
+    for fresh in noise[1:]:
+        series.append(AUTOCORRELATION * series[-1] + math.sqrt(1 - AUTOCORRELATION**2) * fresh)
+    taus: np.ndarray = abs(_taus(np.stack(series, axis=1)))
+    return taus
+
+
+def _taus(series: np.ndarray) -> np.ndarray:
+    """Kendall's τ over time of each row: pairs that rise minus pairs that fall, relative to all pairs."""
+    import numpy as np
+
+    points = series.shape[1]
+    rising = sum(np.sign(series[:, lag:] - series[:, :-lag]).sum(axis=1) for lag in range(1, points))
+    taus: np.ndarray = rising / (points * (points - 1) / 2)
+    return taus
 
 
 def correlation(a: Iterable[float], b: Iterable[float], of: str) -> Estimate:
-    """Spearman's ρ with its 95% interval: Fisher's z with the variance 1.06/(n - 3) of Fieller, Hartley and Pearson
-    (1957). NaN for fewer than four pairs, or if one side is constant."""
+    """Spearman's ρ with its 95% interval: Fisher's z with the variance (1 + ρ²/2)/(n - 3) of Bonett and Wright (2000),
+    from FEWEST_PAIRS pairs on. NaN for fewer than four pairs, or if one side is constant."""
     from scipy.stats import spearmanr
 
     pairs = [(x, y) for x, y in zip(a, b, strict=True) if math.isfinite(x) and math.isfinite(y)]
     n = len(pairs)
     if n < 4 or any(len(set(side)) < 2 for side in zip(*pairs, strict=True)):
         return Estimate(RHO, math.nan, -math.inf, math.inf, n, of, "correlation", math.nan)
-    spearman = spearmanr(*zip(*pairs, strict=True))
-    rho, error = float(spearman.statistic), math.sqrt(1.06 / (n - 3))
-    middle = math.atanh(min(max(rho, -1 + 1e-12), 1 - 1e-12))
-    low, high = math.tanh(middle - 1.96 * error), math.tanh(middle + 1.96 * error)
-    return Estimate(RHO, rho, low, high, n, of, "correlation", (high - low) / 3.92, float(spearman.pvalue))
+    rho = float(spearmanr(*zip(*pairs, strict=True)).statistic)
+    if n < FEWEST_PAIRS:
+        return Estimate(RHO, rho, -math.inf, math.inf, n, of, "correlation", math.nan)
+    middle, margin = math.atanh(min(max(rho, -1 + 1e-12), 1 - 1e-12)), 1.96 * math.sqrt((1 + rho**2 / 2) / (n - 3))
+    low, high = math.tanh(middle - margin), math.tanh(middle + margin)
+    return Estimate(RHO, rho, low, high, n, of, "correlation", (high - low) / 3.92)
 
 
 def holm(estimates: Sequence[Estimate]) -> list[bool]:
@@ -300,10 +355,16 @@ def listed(names: Sequence[str], most: int = NAMED) -> str:
 Named = tuple[str, Estimate]
 
 
+def several(items: Sequence[Named], text: Callable[[Estimate], str] = str) -> str:
+    """ "forward 30.1 dB; backward 14.0 dB". Of more than NAMED, those furthest from 0, and how many more."""
+    shown = items if len(items) <= NAMED else sorted(items, key=lambda item: -abs(item[1].value))[:NAMED]
+    more = f"; and {len(items) - NAMED} more" if len(items) > NAMED else ""
+    return "; ".join(f"{name} {text(estimate)}" for name, estimate in shown) + more
+
+
 def each_of(items: Sequence[Named], what: str) -> Sentence:
     """ "SQNR in mxfp4: forward 30.1 dB; backward 14.0 dB." No comparison."""
-    shown = "; ".join(f"{name} {estimate}" for name, estimate in items)
-    return Sentence(f"{what}: {shown}.", (estimate for _, estimate in items)) if items else Sentence()
+    return Sentence(f"{what}: {several(items)}.", (estimate for _, estimate in items)) if items else Sentence()
 
 
 def leaders(items: Sequence[Named], *, lowest: bool) -> list[Named]:
@@ -371,33 +432,27 @@ def effects(items: Sequence[Named], than: str, words: tuple[str, str] = ("higher
         ]
         selection.sort(key=lambda item: -abs(item[1].value))
         if selection:
-            more = f" and {len(selection) - NAMED} more" * (len(selection) > NAMED)
-            shown = "; ".join(f"{name} {estimate}" for name, estimate in selection[:NAMED])
-            sentences.append(
-                Sentence(f"{word.capitalize()} than {than}: {shown}{more}.", (estimate for _, estimate in selection))
-            )
+            text = f"{word.capitalize()} than {than}: {several(selection)}."
+            sentences.append(Sentence(text, (estimate for _, estimate in selection)))
     alike = [item for item, is_apart in zip(items, apart, strict=True) if not is_apart]
     if lost := [name for name, estimate in alike if math.isnan(estimate.value)]:
         sentences.append(say("Compared with {than}, a loss is NaN or Inf: {names}.", than=than, names=listed(lost)))
     single = [item for item in alike if math.isnan(item[1].error) and not math.isnan(item[1].value)]
-    several = [item for item in alike if not math.isnan(item[1].error)]
+    sampled = [item for item in alike if not math.isnan(item[1].error)]
     if single:
-        shown = "; ".join(f"{name} {estimate.text}" for name, estimate in single[:NAMED])
-        more = f" and {len(single) - NAMED} more" * (len(single) > NAMED)
-        of = _one(single[0][1].of)
-        sentences.append(
-            Sentence(f"One {of} cannot tell these from {than}: {shown}{more}.", (estimate for _, estimate in single))
-        )
-    if several:
-        least = max((estimate for _, estimate in several), key=lambda estimate: estimate.detectable(len(items)))
+        shown = several(single, lambda estimate: estimate.text)
+        text = f"One {_one(single[0][1].of)} cannot tell these from {than}: {shown}."
+        sentences.append(Sentence(text, (estimate for _, estimate in single)))
+    if sampled:
+        least = max((estimate for _, estimate in sampled), key=lambda estimate: estimate.detectable(len(items)))
         shows = least.detectable(len(items))
         smallest = least.measure.with_sign(False).quantity(shows)
-        names = listed([name for name, _ in several])
+        names = listed([name for name, _ in sorted(sampled, key=lambda item: -abs(item[1].value))])
         sentences.append(
             Sentence(
                 f"Not distinguishable from {than}: {names} ({least.n:,} {least.of}; a difference of {smallest} would "
                 "probably have shown).",
-                [replace(least, value=shows), *(estimate for _, estimate in several)],
+                [replace(least, value=shows), *(estimate for _, estimate in sampled)],
             )
         )
     return together(*sentences)
@@ -411,9 +466,7 @@ def largest(items: Mapping[str, Mapping[Any, float]], measure: Measure, what: st
     (first, top), *rest = means
     apart = holm([paired(measure, items[first], items[name], of) for name, _ in rest])
     if all(apart):
-        others = [(name, estimate) for name, estimate in rest]
-        shown = "; ".join(f"{name} {estimate.text}" for name, estimate in others[:NAMED])
-        text = f"{what} is that of {first}, {top}; {shown}."
+        text = f"{what} is that of {first}, {top}; {several(rest, lambda estimate: estimate.text)}."
         return Sentence(text, (estimate for _, estimate in means))
     alike = [first, *(name for (name, _), is_apart in zip(rest, apart, strict=True) if not is_apart)]
     text = "{what} cannot be named: {n} {of} do not tell {names} apart."

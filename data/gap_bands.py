@@ -37,6 +37,7 @@ SOURCES = {
     BandKind.SEEDS: "own bf16 runs with other seeds",
     BandKind.REORDERING: "own bf16 runs of the same weights and data",
 }
+LOST = "outside (diverged)"
 LASTING = 3  # iterations in a row, up to the last, that a gap must be beyond a band to have left it
 UNSTATED = "Imported losses and instrumented runs do not count, since they do not state all settings."
 MISSING = {
@@ -87,10 +88,13 @@ class Band:
     def place(self, gaps: Sequence[Named]) -> Sentence:
         """Which gaps lie inside the band, outside it, and which intervals reach across its edge. A gap without an
         interval, that of one seed, is placed by its value. Outside means beyond the band that all gaps together leave
-        by chance at LEVEL (Bonferroni)."""
+        by chance at LEVEL (Bonferroni). A gap that is NaN is one of a run that diverged."""
         beyond = quantile(self.gap.degrees, LEVEL / len(gaps)) * self.gap.error
-        places: dict[str, list[str]] = {"inside": [], "outside": [], "not distinguishable from its edge": []}
+        places: dict[str, list[str]] = {"inside": [], "outside": [], "not distinguishable from its edge": [], LOST: []}
         for name, gap in gaps:
+            if math.isnan(gap.value):
+                places[LOST].append(name)
+                continue
             low, high = (gap.low, gap.high) if gap.n > 1 else (gap.value, gap.value)
             inside, outside = self.gap.low <= low and high <= self.gap.high, low > beyond or high < -beyond
             places["inside" if inside else "outside" if outside else "not distinguishable from its edge"].append(name)

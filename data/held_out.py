@@ -17,7 +17,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from binade.data import evidence
-from binade.data.evidence import GAP, NAMED, Estimate, Sentence
+from binade.data.evidence import GAP, Estimate, Sentence
 from binade.data.json_files import STRICT, adapter_of, parse_json, unsealed
 from binade.data.runs import Whole, append_line, check_lines, lines_of
 from binade.data.text import counted
@@ -96,7 +96,8 @@ class HeldOutGap:
     iteration  after how many iterations under the recipe
     tokens     that were trained until then; None if unknown
     gap        of one run: the mean over sequences; of several seeds: the mean over seeds
-    slope      the change of the gap per doubling of tokens, over all evaluations; NaN for fewer than FEWEST
+    slope      the change of the gap per doubling of tokens, over all evaluations; NaN for fewer than FEWEST; of one run
+               without an interval
     parameters  of the model; None if unknown
     """
 
@@ -125,7 +126,7 @@ def held_out_gap(pairs: Sequence[Differences]) -> HeldOutGap | None:
     slopes = [of_pair for pair in known if (of_pair := slopes_of(pair))]
     if len(known) == 1:
         gap = evidence.mean(GAP, known[0][last][1], "sequences")
-        slope = evidence.mean(DOUBLING, slopes[0] if slopes else (), "sequences")
+        slope = evidence.mean(DOUBLING, [_mean(slopes[0])] if slopes else ())
     else:
         gap = evidence.mean(GAP, (_mean(pair[last][1]) for pair in known))
         slope = evidence.mean(DOUBLING, map(_mean, slopes) if len(slopes) == len(known) else ())
@@ -183,22 +184,59 @@ def pairs_of(
     return selection
 
 
-def held_out_sentence(known: Sequence[tuple[str, HeldOutGap]], base: str) -> Sentence:
-    """Which held-out gaps can be told from 0, which change with the tokens, and how far training was followed. known:
-    the names of recipes with their gaps; base: what the gaps are to."""
+def repeated(
+    table: pd.DataFrame, run_ids: Iterable[str], evaluations: Mapping[str, Evaluations], iteration: int
+) -> Estimate | None:
+    """By how much the mean held-out losses of two runs differ that differ in bits alone: of the bf16 runs on the data
+    of these, which are evaluated after this iteration; None if no two of them differ. table: of
+    `runs_with_references`."""
+    references = table.set_index("run_id")["references"]
+    groups = []
+    for on_data in dict.fromkeys(references[run_id] for run_id in run_ids):
+        known = [evaluations[other][iteration] for other in on_data if iteration in evaluations.get(other, {})]
+        alike = [one.losses for one in known if one.data_sha256 == known[0].data_sha256]
+        groups.append([_mean(losses) for losses in dict.fromkeys(alike)])
+    return evidence.between_alike(GAP, groups, "runs")
+
+
+def held_out_sentence(
+    known: Sequence[tuple[str, HeldOutGap]], base: str, bits: Mapping[str, Estimate | None] | None = None
+) -> Sentence:
+    """Which held-out gaps of several seeds can be told from 0, and which change with the tokens; the gaps of one seed,
+    which are described; and how far training was followed. known: the names of recipes with their gaps; base: what the
+    gaps are to; bits: of `repeated`, by name."""
     if not known:
         return Sentence()
-    pairs = [(label, gap.gap) for label, gap in known]
+    single = [(label, gap) for label, gap in known if gap.gap.of == "sequences"]
+    several = [(label, gap) for label, gap in known if gap.gap.of != "sequences"]
+    pairs = [(label, gap.gap) for label, gap in several]
     said = [evidence.effects(pairs, f"{base} on held-out sequences", ("higher loss", "lower loss"))]
-    if any(gap.of == "sequences" for _, gap in pairs):
-        said.append(evidence.say("Of one seed, the intervals are over sequences: other seeds may differ by more."))
-    slopes = [(label, gap.slope) for label, gap in known if math.isfinite(gap.slope.error)]
+    if single:
+        what = f"Held-out gap to {base} of one seed, which another seed may change"
+        said.append(evidence.each_of([(label, gap.gap) for label, gap in single], what))
+        said.append(_of_bits([label for label, _ in single], bits or {}))
+    slopes = [(label, gap.slope) for label, gap in several if math.isfinite(gap.slope.error)]
     judged = zip(slopes, evidence.holm([slope for _, slope in slopes]), strict=True)
     apart = [item for item, is_apart in judged if is_apart]
-    said.append(evidence.each_of(apart[:NAMED], "The held-out gap changes when the tokens double"))
+    said.append(evidence.each_of(apart, "The held-out gap changes when the tokens double"))
     if alike := [label for label, slope in slopes if label not in dict(apart)]:
         text = "No change of the held-out gap over tokens can be told from chance: {names}."
         said.append(evidence.say(text, names=evidence.listed(alike)))
     longest = max((gap for _, gap in known), key=lambda gap: (gap.tokens or 0, gap.iteration))
     said.append(evidence.say("Held-out losses are known up to {trained}, not beyond.", trained=longest.trained))
     return evidence.together(*said)
+
+
+def _of_bits(labels: Sequence[str], bits: Mapping[str, Estimate | None]) -> Sentence:
+    """What is known of the deviation between runs that differ in bits alone."""
+    measured = [(label, estimate) for label in labels if (estimate := bits.get(label))]
+    sentences = []
+    if measured:
+        widest = max((estimate for _, estimate in measured), key=lambda estimate: estimate.high)
+        text = "Two bf16 runs that differ in bits alone differ by up to {half} ({n} runs, 95%)."
+        half = evidence.exact(replace(GAP, format=".4f"), widest.high)
+        sentences.append(evidence.say(text, half=half, n=widest.n))
+    if len(measured) < len(labels):
+        text = "By how much two runs differ that differ in bits alone is unknown: repeat the bf16 run with --tp 2, or "
+        sentences.append(evidence.say(text + "train several seeds."))
+    return evidence.together(*sentences)

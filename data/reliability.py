@@ -26,7 +26,7 @@ class Reliability:
     """
     sequences  how many each operand's cost is a mean of
     halves     Spearman's ρ of the operands' costs between every other sequence and the rest; NaN for one sequence or
-               fewer than four operands
+               fewer than four operands, without an interval for fewer than FEWEST_PAIRS
     total      the sum of the costs, with its interval over sequences, in nats
     """
 
@@ -51,8 +51,9 @@ class Reliability:
             return Sentence()
         if self.sequences < 2:
             return evidence.say("One sequence cannot tell operands apart: {more}.", more=MORE)
-        if math.isnan(self.halves.value):
-            return evidence.say("The costs cannot be checked: that takes two sequences and four operands.")
+        if math.isinf(self.halves.low):
+            text = "The costs cannot be checked: that takes two sequences and {fewest} operands."
+            return evidence.say(text, fewest=evidence.FEWEST_PAIRS)
         text = "Two halves of the sequences rank the operands differently (Spearman’s ρ {rho}): {more}."
         return evidence.say(text, rho=self.halves, more=MORE)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from typing import Any
 
@@ -15,7 +16,7 @@ import pandas as pd
 
 from binade.data.catalog import Catalog
 from binade.data.difference import OVERRIDES
-from binade.data.runs import read_steps, sound_losses
+from binade.data.runs import is_lost, read_steps
 from binade.data.same_data import (
     CONFIGURATION,
     branch_of,
@@ -24,6 +25,8 @@ from binade.data.same_data import (
     data_key,
     shared_settings,
     states_all,
+    trained_by_binade,
+    unit_of,
     unknown,
 )
 from binade.data.text import one_line
@@ -59,6 +62,8 @@ def runs_with_references(runs: pd.DataFrame, parts: pd.DataFrame) -> pd.DataFram
     unknown    what is not known of it, as of `same_data.unknown`
     settings   all other settings that are the same in runs that differ in recipe and seed
     stated     whether run.json states all of same_data.CONFIGURATION
+    trained    of `same_data.trained_by_binade`
+    unit       of its losses
     """
     runs = runs.sort_values(["started", "run_id"], ignore_index=True)
     table = runs[["run_id", "recipe", "started", "color"]].copy()
@@ -86,6 +91,8 @@ def runs_with_references(runs: pd.DataFrame, parts: pd.DataFrame) -> pd.DataFram
         for config in map(shared_settings, configs)
     ]
     table["stated"] = pd.Series([states_all(config) for config in configs], table.index, bool)
+    table["trained"] = pd.Series([*map(trained_by_binade, configs)], table.index, object)
+    table["unit"] = pd.Series([*map(unit_of, configs)], table.index, object)
     plain = table[(table["recipe"] == "bf16") & ~table["quantized"] & table["data"].notna()]
     on_data = {data: tuple(ids[::-1]) for data, ids in plain.groupby("data")["run_id"].agg(list).items()}
     shared = [*map(shared_settings, configs)]
@@ -167,14 +174,14 @@ def _text(name: str, config: Mapping[str, Any]) -> str:
 
 
 def losses_of(opened: Catalog, run_ids: Iterable[str], lost: bool = False) -> dict[str, list[dict[str, Any]]]:
-    """The losses of runs; with lost, also the steps whose loss is not finite, as None. Records that are not losses, and
-    files that cannot be read, are left out."""
-    losses = {}
+    """The losses of runs; with lost, also the steps whose loss is not finite, as None. Records that are not losses, or
+    whose loss is unknown, and files that cannot be read, are left out."""
+    losses: dict[str, list[dict[str, Any]]] = {}
     for run_id in run_ids:
-        try:
-            losses[run_id] = (read_steps if lost else sound_losses)(opened.root / run_id)
-        except OSError:
-            losses[run_id] = []
+        losses[run_id] = []
+        with suppress(OSError):
+            steps = read_steps(opened.root / run_id)
+            losses[run_id] = [step for step in steps if step["loss"] is not None or (lost and is_lost(step))]
     return losses
 
 

@@ -240,6 +240,7 @@ class Step(TypedDict):
 
     iteration: Whole
     loss: Finite | None  # None if the loss of the iteration is unknown or not finite
+    not_finite: NotRequired[bool]  # of a loss of None: whether it is NaN or infinite; see `is_lost`
     window: NotRequired[Whole | None]  # of how many iterations the loss is the mean: 1 if absent, None if unknown
     seconds: NotRequired[Finite | None]
     time: NotRequired[Finite | None]
@@ -698,6 +699,12 @@ def read_steps(directory: Path) -> list[dict[str, Any]]:
 def sound_losses(directory: Path) -> list[dict[str, Any]]:
     """The records of `read_steps` that have a loss. Raises OSError."""
     return [record for record in read_steps(directory) if record["loss"] is not None]
+
+
+def is_lost(step: Mapping[str, Any]) -> bool:
+    """Whether the loss of a valid record is NaN or infinite, rather than unknown. A record that does not say so comes
+    from a log of losses, where nothing else is None, unless it says whether tensors were recorded."""
+    return step["loss"] is None and bool(step.get("not_finite", "recorded" not in step))
 
 
 def first_step(directory: Path) -> str | None:

@@ -21,7 +21,9 @@ import pandas as pd
 from binade.data.catalog import Catalog
 from binade.data.evidence import listed
 from binade.data.filter import Filter
-from binade.data.runs import IMPORT, read_steps
+from binade.data.json_files import read_json
+from binade.data.runs import IMPORT, RUN_FILE, RunFile, read_steps
+from binade.data.text import one_line
 
 # The settings that make two runs of `binade run` start from the same weights and read the same data.
 CONFIGURATION = (
@@ -29,6 +31,8 @@ CONFIGURATION = (
     "micro_batches", "micro_batch_size", "sequence_length",
 )  # fmt: skip
 IMPORTED = ("model", "dataset", "seed")
+UNKNOWN = "unknown"
+NATS = "nats per token"  # what losses are in if run.json does not say so
 OF_RUN = (
     *CONFIGURATION, "branch_of", "kind", "layers", "dp", "data", "corpus_sha256", "device", "tp", "sequence_parallel",
     "vocab_size",
@@ -39,7 +43,10 @@ T = TypeVar("T")
 
 def data_key(config: Mapping[str, Any], first: str | None) -> str | None:
     """What a run has in common with all runs that start from the same weights and read the same data, None if that is
-    unknown. config: its run.json; first: `first_step` of the run. Settings that only one of two runs states differ."""
+    unknown, or if its losses are in another unit than NATS. config: its run.json; first: `first_step` of the run.
+    Settings that only one of two runs states differ."""
+    if unit_of(config) != NATS:
+        return None
     like = like_of(config)
     config, first = (like["config"], like["first"]) if like else (config, first)
     stated = {name: config[name] for name in CONFIGURATION if name in config}
@@ -54,6 +61,22 @@ def data_key(config: Mapping[str, Any], first: str | None) -> str | None:
     known = [stated, config.get("dp") or 1, corpus_of(config), step if hashed else None]
     if branch := branch_of(config):
         known.append((branch["run_id"], branch["iteration"]))
+    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
+
+
+def unit_of(config: Mapping[str, Any]) -> str:
+    """The unit of a run's losses, from its run.json: "unknown" if the log does not say."""
+    unit = config.get("loss_unit", NATS)
+    return one_line(unit, 40) if isinstance(unit, str) and unit.strip() else UNKNOWN
+
+
+def trained_by_binade(config: Mapping[str, Any]) -> str | None:
+    """What two trainings of Binade have in common whose first losses differ by rounding alone, if they read the same
+    data: the same program on the same kind of device. None for other runs, where masks, labels, the loss or the model's
+    code may differ unseen. config: run.json."""
+    if not states_all(config) or not isinstance(config.get("versions"), dict):
+        return None
+    known = [config["versions"], config.get("device"), *map(config.get, CONFIGURATION)]
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
 
 
@@ -104,6 +127,8 @@ def unknown(config: Mapping[str, Any], first: str | None) -> str:
         return f"it starts at iteration {start}, and what was read before is unknown"
     if data_key(config, first):
         return ""
+    if (unit := unit_of(config)) != NATS:
+        return f"the unit of its loss is {unit}" if unit == UNKNOWN else f"its loss is in {unit}, not in {NATS}"
     missing = [name for name in IMPORTED if config.get(name) is None]
     if config.get("kind") == IMPORT and missing:
         return f"its {listed(missing)} {'is' if len(missing) == 1 else 'are'} unknown"
@@ -168,10 +193,20 @@ def closest(run: Steps, references: Sequence[tuple[T, Steps]]) -> T | None:
 
 
 def equal_weights(root: Path, run_id: str, reference: str, iteration: int, branched: float = -math.inf) -> bool:
-    """Whether two runs that are compared are known to have the same weights at the start of an iteration: the first one
-    under the recipe, after the same losses in the warm-up; of branches, the first one. branched: as in
-    `equal_warm_up`."""
-    return iteration == max(branched, 0) and equal_warm_up(_steps(root / run_id), _steps(root / reference), branched)
+    """Whether two runs that are compared are known to have computed the same up to an iteration but for rounding: two
+    trainings of Binade (`trained_by_binade`) in the first one under the recipe, after the same losses in the warm-up;
+    of branches, in the first one. branched: as in `equal_warm_up`."""
+    trained = [trained_by_binade(_config(root / name)) for name in (run_id, reference)]
+    if iteration != max(branched, 0) or None in trained or trained[0] != trained[1]:
+        return False
+    return equal_warm_up(_steps(root / run_id), _steps(root / reference), branched)
+
+
+def _config(directory: Path) -> Mapping[str, Any]:
+    try:
+        return read_json(RunFile, directory / RUN_FILE)
+    except (OSError, ValueError):
+        return {}
 
 
 def equal_warm_up(run: Steps, reference: Steps, branched: float = -math.inf) -> bool:

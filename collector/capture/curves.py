@@ -85,7 +85,8 @@ class Curves:
             line |= {"recorded": recorded} | self._logged
             if line.get("window") == 1:
                 del line["window"]
-            self._queue(lambda: self._write(line))
+            logged = "loss" in self._logged
+            self._queue(lambda: self._write(line, logged))
         self._iteration, self._logged, self._began = None, {}, None
 
     def resume(self, reading: Mapping[str, Any]) -> None:
@@ -122,8 +123,10 @@ class Curves:
         _update(sha, copies)
         self._digest, self._read = sha.hexdigest(), iteration if copies else None
 
-    def _write(self, line: dict[str, Any]) -> None:
+    def _write(self, line: dict[str, Any], logged: bool) -> None:
         line = {name: _number(value) for name, value in line.items()}
+        if logged and line["loss"] is None:
+            line["not_finite"] = True
         if self._read == line["iteration"]:
             line |= {"data_sha256": self._digest, "weights_sha256": self._weights}
         if self._writes_first and self._first:

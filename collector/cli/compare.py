@@ -50,7 +50,7 @@ GRADIENT_FIELDS = (
 MEASURED = "Recipes: rounding alone, as binade measure found it"
 HELD_OUT = "Recipes: gap to bf16 on held-out sequences"
 RECIPE_TABLES = {
-    "Recipes: gap to bf16": ("label", "seeds", "gap", "gap_interval", "left"),
+    "Recipes: gap to bf16": ("label", "outcome", "seeds", "gap", "gap_interval", "left"),
     "Recipes: rounding alone, and what training adds": ("label", "first", "first_interval", "added", "added_interval"),
     MEASURED: ("label", "effect", "effect_interval", "effect_on"),
     HELD_OUT: ("label", "held_out", "held_out_interval", "held_out_slope", "held_out_slope_interval", "held_out_at"),
@@ -103,8 +103,8 @@ def _section(opened: Catalog, runs: pd.DataFrame, model: dict[str, Any]) -> Comp
     title = one_line(f"{named}, {model['dataset'] or 'unnamed data'}")
     table = runs_with_references(runs, opened.parts())
     if problem := no_reference(table):
-        return CompareSection(title, model, None, notes=(problem, *left_out(table)))
-    compared = comparison.compare(table, losses_of(opened, table["run_id"]))
+        return CompareSection(title, model, None, notes=tuple(dict.fromkeys((problem, *left_out(table)))))
+    compared = comparison.compare(table, losses_of(opened, table["run_id"], lost=True))
     recorded = iterations_of(opened, GRADIENTS[0])
     at = recorded[0] if recorded else None
     gradients, unread = _gradients(opened, table, at) if at is not None else (None, [])
@@ -112,7 +112,7 @@ def _section(opened: Catalog, runs: pd.DataFrame, model: dict[str, Any]) -> Comp
     made = [
         (ladder.name, study)
         for ladder in ladders(table["recipe"].dropna())
-        if (study := ablation(opened, table, compared.gaps, ladder, name, at))
+        if (study := ablation(opened, compared.table, compared.gaps, ladder, name, at))
     ]
     configs = runs.set_index("run_id")["config"].map(json.loads)
     formats = [linear_formats_of(configs[run_id]) for run_id in compared.bands]

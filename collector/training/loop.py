@@ -449,9 +449,11 @@ def _finish_iteration(
     writer = recorder.writer
     if iteration >= 0:
         recorder.log(loss)
+    line: dict[str, Any] = {"iteration": iteration, "loss": loss, "time": time.time(), **details}
     if not math.isfinite(loss):
+        writer.append_loss(line | {"loss": None, "not_finite": True})
         raise DivergedError(f"the loss is {loss} at iteration {iteration}: training diverged")
-    writer.append_loss({"iteration": iteration, "loss": loss, "time": time.time(), **details})
+    writer.append_loss(line)
     first = writer.status.loss_first
     if iteration < 0:
         writer.update()  # the heartbeat

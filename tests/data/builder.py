@@ -23,7 +23,7 @@ from binade.quant.summary import summarize
 # What makes two runs without hashes start alike: see data.same_data.
 START = {
     **{"parameters": 1, "tokenizer": None, "seed": None, "learning_rate": 1e-3},
-    **{"warmup_iterations": 0, "micro_batches": 1, "micro_batch_size": 2, "sequence_length": 256},
+    **{"warmup_iterations": 0, "micro_batches": 1, "micro_batch_size": 2, "sequence_length": 256, "versions": {}},
 }
 CONFIG = {"model": "llama32-1b", "size": "tiny", "dataset": "wikipedia", "recipe": "mxfp8", "control_iter": 1} | START
 

@@ -53,8 +53,8 @@ def test_the_slope_is_that_of_each_sequence_over_doublings():
     gaps = np.array([run[step].losses for step in TOKENS]) - np.array([reference[step].losses for step in TOKENS])
     slopes = [linregress(at, gaps[:, column]).slope for column in range(12)]
     assert found is not None and found.slope.value == pytest.approx(linregress(at, gaps.mean(1)).slope)
-    interval = ttest_1samp(slopes, 0).confidence_interval(0.95)
-    assert (found.slope.low, found.slope.high) == pytest.approx((interval.low, interval.high))
+    assert found.slope.value == pytest.approx(np.mean(slopes)) and found.slope.n == 1  # one seed has no interval
+    assert np.isinf(found.slope.high)
     alike = {step: replace(each, tokens=256) for step, each in run.items()}
     same = held_out_gap([differences(alike, reference)])
     assert same is not None and np.isfinite(same.gap.value) and np.isnan(same.slope.value)

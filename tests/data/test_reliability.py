@@ -50,7 +50,7 @@ def test_too_few_operands_or_none_cannot_be_checked():
 def test_a_sum_that_one_sequence_decides_is_not_known():
     """Ranks agree, since the operands keep their order in each sequence: the sum alone is in doubt."""
     by_sequence = np.array([1.0, 1.1, 0.9, 1.0, 1.05, 0.95, 1.0, 60.0])
-    found = reliability(np.arange(1, 9)[:, None] * by_sequence)
+    found = reliability(np.arange(1, 11)[:, None] * by_sequence)
     assert found.orders and not found.sums
     assert "not known to a factor of 1.5: +" in found.doubt_of_sum and "8 sequences" in found.doubt_of_sum
 

@@ -34,7 +34,8 @@ def _shades(bands: pd.DataFrame) -> plot.Look:
 
 def _ends(gaps: pd.Series, bands: pd.DataFrame) -> tuple[float, float, float]:
     """(the ends of an axis that shows 0, the gaps and, as far as REACH, the bands; the largest gap)."""
-    most = float(gaps.abs().max()) or 1.0
+    most = float(gaps.abs().max()) if len(gaps) else 0.0
+    most = most or 1.0
     shades = bands[["low", "high"]].clip(-REACH * most, REACH * most)
     ends = np.concatenate([gaps, shades.to_numpy(float).ravel(), [0.0]])
     return float(ends.min()), float(ends.max()), most
@@ -49,7 +50,7 @@ def gaps(
     marks: pd.DataFrame = NONE,
 ) -> Chart:
     """Each run’s loss minus that of `base`, from `loss_gaps`; the rule is `base`. looks: of runs; bands: by
-    iteration; marks: where recipes leave bf16's band, with columns iteration, gap and text."""
+    iteration; marks: where recipes leave bf16's band or diverge, with columns iteration, gap and text."""
     shown = table.rename(columns={"label": "group"})
     groups = style.groups_of(shown)
     domain: plot.Look = {"domain": _ends(table["gap"], bands)[:2]} if len(bands) else {}
@@ -79,11 +80,13 @@ def costs(
     base: str = "bf16",
     bands: pd.DataFrame = NONE,
 ) -> Chart:
-    """The mean gap of each recipe with the interval over its seeds, the largest at the top: columns label, gap, low,
-    high, seeds and text. looks: by label; bands: of each recipe, from `bands.rows`."""
+    """The mean gap of each recipe with the interval over its seeds, the largest at the top, those that diverged below:
+    columns label, gap, low, high, seeds, text and outcome. looks: by label; bands: of each recipe, from `bands.rows`.
+    """
     order = table["label"].tolist()
-    end = table["high"].fillna(table["gap"]).clip(lower=0.0)
-    shown = table.assign(at=end, short=table["gap"].map(lambda gap: number_text(gap, "+.4f")))
+    end = table["high"].fillna(table["gap"]).fillna(0.0).clip(lower=0.0)
+    gap = table["gap"].map(lambda gap: number_text(gap, "+.4f"))
+    shown = table.assign(at=end, short=gap.where(table["gap"].notna(), table["outcome"]))
     low, high, most = _ends(pd.concat([table["gap"], table["low"], table["high"]]).dropna(), bands)
     domain = [low - 0.05 * most, high + 0.5 * most]
     y, colors = plot.names("label", order, 260), dict(zip(order, style.colors(order, own=looks), strict=True))

@@ -31,7 +31,6 @@ from binade.data.ablation import JUDGED, RUNG_FIELDS, ablation, iterations_of
 from binade.data.catalog import Catalog
 from binade.data.comparison import (
     MOST_RUNS,
-    NAMED,
     NO_INTERVAL,
     OPERAND_FIELDS,
     RECIPE_FIELDS,
@@ -187,18 +186,20 @@ def _known(table: pd.DataFrame) -> dict[str, Column]:
 
 def cost(opened: Catalog, where: Filter, table: pd.DataFrame, base: str = BF16) -> Drawn:
     """Each quantized run's gap to bf16's loss, or each other run's to that of the run `base`."""
-    compared = comparison.compare(table, losses_of(opened, table["run_id"].tolist()), base)
+    compared = comparison.compare(table, losses_of(opened, table["run_id"].tolist(), lost=True), base)
     costs, recipes = compared.costs, compared.recipes
     if costs.empty:
         return Drawn(problems=(f"No run has an iteration in common with {base} yet.",))
-    latest = recipes[: style.MAX_GROUPS]
+    worst = comparison.worst_first(recipes)[: style.MAX_GROUPS]
+    latest = [recipe for recipe in recipes if recipe in worst]
     against = "their bf16 runs" if base == BF16 else base
     first = source(where, f"{counted(len(costs), 'run')} and {against}, from loss.jsonl")
     caption = f"{first}\nGap: the run’s loss minus that of {base} at the same iteration, in nats per token."
-    part = f"the {len(latest)} recipes with the largest gaps of {len(recipes)} · " if len(recipes) > len(latest) else ""
+    part = f"the {len(latest)} worst of {len(recipes)} recipes · " if len(recipes) > len(latest) else ""
     bars = pd.DataFrame(
         {"label": recipe.label, "run_id": recipe.run_id, "gap": recipe.gap.value, "low": recipe.gap.low,
-         "high": recipe.gap.high, "seeds": recipe.gap.n, "text": str(recipe.gap)}
+         "high": recipe.gap.high, "seeds": recipe.gap.n, "outcome": recipe.outcome,
+         "text": recipe.outcome if math.isnan(recipe.gap.value) else str(recipe.gap)}
         for recipe in latest
     ).replace([math.inf, -math.inf], math.nan)  # fmt: skip
     look = dict(zip(table["run_id"], table["look"], strict=True))
@@ -211,7 +212,8 @@ def cost(opened: Catalog, where: Filter, table: pd.DataFrame, base: str = BF16) 
     height = charts.costs_height(bars, shades)
     note = f"{ONE_SEED} {bands.NOTE}" if compared.bands else ONE_SEED
     figures = [Figure("costs", chart, bars, caption, note=note, height=height, group="cost")]
-    figures.append(_gaps_figure(compared, latest, table, looks, base, caption, height))
+    if not compared.gaps.empty:
+        figures.append(_gaps_figure(compared, latest, table, looks, base, caption, height))
     listed = costs.merge(table[["run_id", *PARTS]], on="run_id")
     unused = [part for part in PARTS if listed[part].isin([BF16, None]).all()]
     columns = {name: column for name, column in COLUMNS.items() if name not in unused}
@@ -253,11 +255,15 @@ def _gaps_figure(
     shades = shades[shades["iteration"].isin(shown["iteration"])]
     height = max(height, 360) + style.legend_height(list(dict.fromkeys(shown["label"]))) + charts.legend_height(shades)
     at = {run_id: iteration for run_id, iteration in compared.left.items() if iteration is not None}
-    marks = newest[newest["run_id"].map(at) == newest["iteration"]]
-    marks = marks.assign(
-        text=[
-            f"{label} leaves bf16’s band at iteration {iteration}"
-            for label, iteration in zip(marks["label"], marks["iteration"], strict=True)
+    diverged = dict(zip(compared.costs["run_id"], compared.costs["diverged"], strict=True))
+    leaves = newest[newest["run_id"].map(at) == newest["iteration"]]
+    ends = newest[newest["iteration"] <= newest["run_id"].map(diverged)].groupby("run_id").tail(1)
+    marks = pd.concat(
+        [
+            leaves.assign(text=leaves["label"] + " leaves bf16’s band at iteration " + leaves["iteration"].astype(str)),
+            ends.assign(
+                text=ends["label"] + " diverged at iteration " + ends["run_id"].map(diverged).astype(int).astype(str)
+            ),
         ]
     )
     chart = charts.gaps(shown, subtitle, looks, base, shades, marks)
@@ -289,7 +295,7 @@ def gradients(
     lowest = [run for run, _ in evidence.leaders(cosine, lowest=True)]
     verdict = evidence.together(
         evidence.extreme(cosine, label, lowest=True),
-        evidence.each_of([item for item in squared if item[0] in lowest[:NAMED]], "Relative squared error"),
+        evidence.each_of([item for item in squared if item[0] in lowest], "Relative squared error"),
     )
     worst = by_run.sort_values("cosine").iloc[0]
     unscaled = [name for name in FORMATS if with_scale(name)]
@@ -332,7 +338,9 @@ def ladder(
 ) -> Drawn:
     """An ablation: what each rung of the ladder costs, and whether the seeds separate it. name, at: of the gradients
     that are compared, "" for none."""
-    gaps = comparison.loss_gaps(table, losses_of(opened, table["run_id"].tolist()))
+    losses = losses_of(opened, table["run_id"].tolist(), lost=True)
+    table = comparison.with_outcomes(table, losses)
+    gaps = comparison.loss_gaps(table, losses)
     answer = ablation(opened, table, gaps, chosen, name, at, done)
     if answer is None:
         return Drawn(problems=(no_reference(table) or NO_GAP,))

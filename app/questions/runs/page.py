@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +25,15 @@ from binade.data.catalog import Catalog
 from binade.data.comparison import RECIPE_FIELDS, Comparison, compare
 from binade.data.events import read_events
 from binade.data.notes import on_a_grid
+from binade.data.outcomes import DEFINITION, outcome_of
 from binade.data.run_table import losses_of, references_in
 from binade.data.runs import IMPORT, NotesChangedError, RunError, RunNotes, change_notes, parse_notes
+from binade.data.same_data import NATS
 from binade.data.text import counted, one_line
 
 MOST_RUNS, MOST_EVENTS = 200, 200  # runs whose events and losses are read; events that are shown
 MOST_REASONS = 20  # of runs that did not end normally
-DIVERGED = 2  # times the first loss, above which a run has diverged
-OF_RECIPES = ("label", "seeds", "gap", "gap_interval", "left")
+OF_RECIPES = ("label", "outcome", "seeds", "gap", "gap_interval", "left")
 SPARKS = 40  # points of a small line in the table
 STATES = {
     "done": "✓ done",
@@ -125,12 +124,16 @@ def _course(
     table = with_plain_runs(opened, named)
     plain = table.loc[~table["quantized"], "run_id"]
     steps = losses_of(opened, list(dict.fromkeys([*newest, *plain])), lost=True)
-    measured = {run: [record for record in records if record["loss"] is not None] for run, records in steps.items()}
-    every = {run: [record["loss"] for record in records] for run, records in measured.items()}
-    compared = compare(table, measured)
+    every = {
+        run: [record["loss"] for record in records if record["loss"] is not None] for run, records in steps.items()
+    }
+    compared = compare(table, steps)
+    units = dict(zip(named["run_id"], named["unit"], strict=True))
+    outcomes = {run: outcome_of(steps[run], units.get(run, NATS) == NATS) for run in newest}
     against: dict[str, dict[str, Any]] = {
         "gap": dict(zip(compared.costs["run_id"], compared.costs["gap"], strict=True)),
-        "diverged": {run: at for run, records in steps.items() if (at := diverged_at(records)) is not None},
+        "diverged": {run: outcome.diverged for run, outcome in outcomes.items() if outcome.diverged is not None},
+        "unit": {run: unit for run, unit in units.items() if unit != NATS},
         "baseline": dict.fromkeys(references_in(named), "● baseline"),
         "branch": {
             run: f"{other} from iteration {at:.0f}"
@@ -139,13 +142,6 @@ def _course(
         },
     }
     return {run: losses[:: -(-len(losses) // SPARKS) or 1] for run, losses in every.items()}, against, compared
-
-
-def diverged_at(steps: Sequence[Mapping[str, Any]]) -> int | None:
-    """The first iteration from which the loss is not finite, or above DIVERGED times the first one, up to the last."""
-    first = next((step["loss"] for step in steps if step["loss"] is not None), math.inf)
-    lost = takewhile(lambda step: step["loss"] is None or step["loss"] > DIVERGED * first, reversed(steps))
-    return min((int(step["iteration"]) for step in lost), default=None)
 
 
 def _table(
@@ -175,16 +171,14 @@ def _table(
         "name": Column("Name"),
         "recipe": Column("Recipe", help="The recipe, or what was rounded if its name does not say so"),
         "course": Column("Loss", width=110),
-        "loss_last": Column("Last loss", ".4f", help="nats per token"),
+        "loss_last": Column("Last loss", ".4f", help="The last finite one, in nats per token"),
         "gap": Column(
             "Mean gap to bf16", "+.4f",
             help="Mean loss minus that of the bf16 run on the same data, over the iterations that both have, in nats "
             "per token",
         ),
-        "diverged": Column(
-            "Diverged at", "d",
-            help=f"Iteration from which the loss is not finite or above {DIVERGED} times the first one, up to the last",
-        ),
+        "diverged": Column("Diverged at", "d", help=f"Iteration from which {DEFINITION}"),
+        "unit": Column("Unit of the loss", help="Where it is not nats per token. Such losses are not compared"),
         "baseline": Column("Baseline", help="Other runs are compared with it"),
         "branch": Column("Branch of", help="The run whose checkpoint it starts from"),
         "model": Column("Model"),
@@ -198,7 +192,7 @@ def _table(
             help="Over the byte budget, or values were not requested. Statistics, sketches and scores are complete",
         ),
         "megabytes": Column("Tensor files (MB)", ".1f"),
-        "loss_first": Column("First loss", ".4f", help="nats per token"),
+        "loss_first": Column("First loss", ".4f", help="The first finite one, in nats per token"),
         "backend": Column("Quantized by"),
         "note": Column("Note"),
         "run_id": Column("Run"),

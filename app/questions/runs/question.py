@@ -20,12 +20,12 @@ from binade.app.questions.shared.labels import thinned_note
 from binade.app.questions.shared.runs import run_looks, some_runs, with_plain_runs
 from binade.app.questions.shared.scope import Used
 from binade.app.questions.shared.selection import Selection
-from binade.data import evidence
+from binade.data import comparison, evidence
 from binade.data.catalog import Catalog
 from binade.data.comparison import Comparison, compare
 from binade.data.filter import Filter
 from binade.data.run_table import losses_of
-from binade.data.same_data import window_of
+from binade.data.same_data import NATS, UNKNOWN, window_of
 from binade.data.text import counted
 
 SMOOTH = Control(
@@ -40,8 +40,9 @@ WARMUP = Control(
 
 
 def _trained(opened: Catalog) -> pd.DataFrame:
+    """The runs that have losses: an import of tensors has none."""
     runs = opened.runs()
-    return runs[runs["recipe"].notna()]  # an import has no start time and no loss
+    return runs[runs["first_step"].notna()]
 
 
 def _controls(selection: Selection, values: dict[str, Any]) -> list[Control]:
@@ -98,7 +99,7 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     if selection.where.items():
         runs = runs[runs["run_id"].isin(opened.distinct(("run_id",), selection.where)["run_id"])]
     latest = some_runs(opened, runs.head(style.MAX_GROUPS))
-    losses = losses_of(opened, latest["run_id"].tolist())
+    losses = losses_of(opened, latest["run_id"].tolist(), lost=True)
     labels = dict(zip(latest["run_id"], latest["label"], strict=True))
     after = {run: [record for record in records if record["iteration"] >= 0] for run, records in losses.items()}
     hidden = values["warmup"] == "hide" and after != losses and any(after.values())
@@ -109,6 +110,9 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     table, step = loss_chart.loss_table(records, style.MARKS, smooth)
     if table.empty:
         return Drawn()
+    units = list(dict.fromkeys(latest["unit"]))
+    unit = units[0] if len(units) == 1 else f"in units that differ: {', '.join(units)}"
+    unit = f"unit {unit}" if unit == UNKNOWN else unit
     if not intervals.empty:
         table = table.merge(intervals, how="left", on=["group", "iteration"])
     note = f"Losses of the {len(latest)} newest of {len(runs)} runs." if len(runs) > len(latest) else ""
@@ -119,21 +123,46 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     parts = (thinned_note(step), mean * (smooth > 1), band * (not seeds.empty), "Warm-up is hidden." * hidden)
     drawn = " ".join(filter(None, parts))
     data = f"Data: {counted(len(latest), 'run')}, from loss.jsonl"
-    words = f"{data}. Loss: cross entropy in nats per token. {drawn}".strip()
+    words = f"{data}. Loss: {f'cross entropy in {unit}' if unit == NATS else unit}. {drawn}".strip()
     events = events_of({labels[run_id]: opened.root / run_id for run_id in losses})
     events["group"] = events["group"].map(recipes)
     looks = {recipes[label]: look for label, look in run_looks(latest.iloc[::-1]).items()}
     compared = _compared(opened, latest)
-    chart = loss_chart.losses(table, looks, events, smooth, seeds, _marks(compared, table, recipes))
+    outcomes = compared.table.set_index("run_id")["outcome"]
+    diverged = {labels[run_id]: outcomes[run_id].diverged for run_id in labels}
+    diverged = {label: at for label, at in diverged.items() if at is not None}
+    marks = pd.concat([_marks(compared, table, recipes), _ends(diverged, table, recipes)])
+    chart = loss_chart.losses(table, looks, events, smooth, seeds, marks, unit)
     figure = Figure("losses", chart, table, words, note=drawn, height=height)
     used = Used(Filter(run_id=tuple(latest["run_id"])), ((table["group"].nunique(), "line"),), len(runs))
     items: tuple[Item, ...] = (figure, *map(Text, compared.missing))
-    return Drawn(items, evidence.together(*compared.leaving), (note,) * bool(note), used)
+    verdict = evidence.together(_diverged(diverged), *compared.leaving)
+    return Drawn(items, verdict, tuple(filter(None, (note, comparison.other_unit(latest)))), used)
 
 
 def _compared(opened: Catalog, runs: pd.DataFrame) -> Comparison:
     table = with_plain_runs(opened, runs)
-    return compare(table, losses_of(opened, table["run_id"]))
+    return compare(table, losses_of(opened, table["run_id"], lost=True))
+
+
+def _diverged(at: Mapping[str, int]) -> evidence.Sentence:
+    """Which runs diverged, the earliest first."""
+    texts = [f"{label} at iteration {iteration}" for label, iteration in sorted(at.items(), key=lambda item: item[1])]
+    return evidence.say("Diverged: {texts}.", texts=evidence.listed(texts)) if texts else evidence.Sentence()
+
+
+def _ends(diverged: Mapping[str, int], table: pd.DataFrame, names: Mapping[str, str]) -> pd.DataFrame:
+    """Where the lines of runs that diverged end, or at least the last finite loss before: columns group, iteration,
+    loss, text."""
+    rows = []
+    lines = table.assign(loss=table["mean"] if "mean" in table else table["loss"]).dropna(subset="loss")
+    for label, at in diverged.items():
+        group = names[label]
+        before = lines[(lines["group"] == group) & (lines["iteration"] <= at)].sort_values("iteration")
+        if len(before):
+            last = before.iloc[-1]
+            rows.append((group, last["iteration"], last["loss"], f"{label} diverged at iteration {at}"))
+    return pd.DataFrame(rows, columns=["group", "iteration", "loss", "text"])
 
 
 def _marks(compared: Comparison, table: pd.DataFrame, names: Mapping[str, str]) -> pd.DataFrame:

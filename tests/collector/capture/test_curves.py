@@ -22,7 +22,7 @@ from binade.collector.imports.readers.series import Columns
 from binade.collector.recipes.files import to_toml
 from binade.collector.recipes.parse import parse_recipe
 from binade.data.catalog import Catalog
-from binade.data.comparison import costs, gradient_pairs, loss_gaps
+from binade.data.comparison import costs, gradient_pairs, loss_gaps, with_outcomes
 from binade.data.filter import Filter
 from binade.data.run_table import losses_of, runs_with_references
 from binade.data.runs import RunError, RunInfo, check_losses, list_runs, read_run, read_steps
@@ -119,7 +119,7 @@ def test_a_pair_shows_its_gap(tmp_path):
         assert table.set_index("run_id")["references"][own.run_id] == (base.run_id,)
         found = loss_gaps(table, losses_of(catalog, table["run_id"].tolist()))
         assert found[found["run_id"] == own.run_id]["gap"].tolist() == gap
-        (row,) = costs(found, table).to_dict("records")
+        (row,) = costs(found, with_outcomes(table, {})).to_dict("records")
         assert row["gap"] == pytest.approx(sum(gap) / 3) and row["iterations"] == 3
     (section,) = compared(tmp_path)
     assert section.compared and section.gradients is not None
