@@ -96,8 +96,10 @@ def _others(opened: Catalog, view: View) -> Iterator[PaletteEntry]:
         yield PaletteEntry("format", spec, "on the Map", view.at("map", format=spec))
     for metric in METRICS:
         yield PaletteEntry("metric", MEASURES[metric].label, "as color of the Map", view.at("map", metric=metric))
+    recorded = dict(opened.runs()[["run_id", "tensors"]].itertuples(index=False))
     for run_id, title in run_titles(every_run(opened)).items():
-        yield PaletteEntry("run", title, run_id, view.at("map", run_id=run_id))
+        shown = view.at("map" if recorded[run_id] else "runs", run_id=run_id)
+        yield PaletteEntry("run", title, run_id, shown)
 
 
 def _filters(opened: Catalog, view: View, words: list[str]) -> list[PaletteEntry]:

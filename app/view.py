@@ -22,6 +22,7 @@ from binade.app.pages.registry import PAGES, PART, PagePart
 from binade.app.params import TITLES, AnyFormat, One, Param, Params, bounded, read, read_filter, run_or_format, texts_of
 from binade.app.questions.map.compute import METRICS
 from binade.app.questions.question import Question
+from binade.app.questions.shared.runs import occurring
 from binade.app.questions.shared.scope import Scope, Used, default_format
 from binade.app.questions.shared.selection import Of, format_used, select, worst
 from binade.data.cache import Done
@@ -146,7 +147,7 @@ class View(Record):
 
     def read(self, catalog: Catalog) -> Reading:
         """What the view means in a catalog."""
-        where, absent = read_filter(catalog.facets(), self.params)
+        where, absent = read_filter(occurring(catalog), self.params)
         params = self.params_in(catalog)
         values, unknown = read(params, self.params)
         part = PAGES[self.page].parts.get(self.part)

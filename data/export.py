@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 
 from binade.data.filter import FIELDS, Filter
 from binade.data.json_files import read_json
-from binade.data.runs import RunError, RunFile, sound_losses
+from binade.data.runs import RunError, RunFile, is_lost, read_steps
 from binade.data.segment import COUNTS, ERROR_COLUMNS, MOMENTS, TENSOR_SCHEMA, TensorRow, tensor_record
 from binade.data.store import staged_directory, staged_file, sweep_beside
 from binade.data.tensor_kinds import TENSOR_KINDS
@@ -158,13 +158,16 @@ class MetricPoint:
 
 
 def points(catalog: Catalog, run: Mapping[Any, Any], choice: Choice) -> Iterator[MetricPoint]:
-    """The points of a run, a row of `Catalog.runs`: its losses, then its tensors, by iteration. Raises OSError."""
+    """The points of a run, a row of `Catalog.runs`: its losses, NaN where one is not finite, then its tensors, by
+    iteration. Raises OSError."""
     if any(run[name] not in values for name, values in choice.where.items() if name in RUN_FIELDS):
         return
     if LOSS in choice.metrics:
         place = dict.fromkeys(PLACE) | {name: run[name] for name in RUN_FIELDS}
-        for loss in sound_losses(catalog.root / run["run_id"]):
-            yield MetricPoint(place | {"iteration": loss["iteration"]}, LOSS, loss["loss"])
+        for step in read_steps(catalog.root / run["run_id"]):
+            if step["loss"] is not None or is_lost(step):
+                loss = math.nan if step["loss"] is None else step["loss"]
+                yield MetricPoint(place | {"iteration": step["iteration"]}, LOSS, loss)
     if set(choice.metrics) == {LOSS}:
         return
     tensors = catalog.tensors(replace(choice.where, run_id=(run["run_id"],)), order_by="iteration")

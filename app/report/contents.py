@@ -14,6 +14,7 @@ from binade.app.questions.explore.compute import RAW
 from binade.app.questions.explore.question import REPORTED_BY
 from binade.app.questions.question import Question
 from binade.app.questions.registry import QUESTIONS
+from binade.app.questions.shared.runs import matching
 from binade.app.questions.shared.selection import Of, worst
 from binade.app.report import overview, runs
 from binade.app.report.section import ReportTable, Section, slug
@@ -32,15 +33,15 @@ CHOSEN = ("normality", "drift", "pair")  # compare a tensor with one that must b
 def contributions(opened: Catalog, where: Filter, command: str) -> Iterator[Section]:
     """The report of a filter's selection, or of the losses of a root without tensors. command: the command line that
     made the report."""
-    recorded = bool(opened.totals(where).tensors)
+    recorded = opened.totals(where).tensors > 0
     for question in QUESTIONS:
         before: dict[str, pd.DataFrame] = {}
-        for view in views(opened, where, question) if recorded else losses_views(question):
+        for view in views(opened, where, question) if recorded else losses_views(where, question):
             section = _section(opened, question, view, before)
             yield from overview.divided(question.name, section)
     if recorded:
         yield overview.statistics(opened, where, divided_by(opened, where))
-    yield runs.section(opened, runs.selected(opened, where))
+    yield runs.section(opened, matching(opened, where, opened.runs()))
     yield runs.definitions()
     yield runs.made_with(command)
 
@@ -50,9 +51,9 @@ def folder(question: Question) -> str:
     return FOLDERS.get(question.name, question.name)
 
 
-def losses_views(question: Question) -> list[View]:
+def losses_views(where: Filter, question: Question) -> list[View]:
     """The views of a question in a root that has losses alone."""
-    return [View(question.page, {PART: [question.view]})] if question.empty else []
+    return [View(question.page, {PART: [question.view]}).filtered(where)] if question.empty else []
 
 
 def divided_by(opened: Catalog, where: Filter) -> tuple[str, ...]:

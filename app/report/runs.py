@@ -15,22 +15,12 @@ from binade.app.questions.shared.rounded import about_format
 from binade.app.report.section import ReportTable, Section
 from binade.app.style import MEASURES
 from binade.data.catalog import Catalog
-from binade.data.filter import Filter
 from binade.quant.formats import FORMATS
 from binade.quant.specs import Spec
 
 PACKAGES = ("torch", "triton", "numpy", "pandas", "duckdb", "altair", "vl-convert-python")
 COLUMNS = ("run_id", "state", "model", "size", "dataset", "recipe", "started", "iterations", "tensors", "loss_last")
 MAX_CONFIGS = 60
-
-
-def selected(opened: Catalog, where: Filter) -> pd.DataFrame:
-    """The rows of `Catalog.runs` that have a tensor in the selection; all of them if there is no filter."""
-    runs = opened.runs()
-    if where == Filter():
-        return runs
-    counted = opened.moments(where, "run_id")["group"]
-    return runs[runs["run_id"].isin(set(counted))]
 
 
 def section(opened: Catalog, runs: pd.DataFrame) -> Section:

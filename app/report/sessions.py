@@ -10,6 +10,7 @@ from dataclasses import replace
 import pandas as pd
 
 from binade.app.figure import Drawn, Figure
+from binade.app.questions.shared.runs import matching
 from binade.app.report import runs as run_tables
 from binade.app.report.section import ReportTable, Section
 from binade.app.sessions.pins import draw, missing_runs, views_of
@@ -79,7 +80,7 @@ def runs_of(opened: Catalog, session: Session) -> pd.DataFrame:
     runs = runs[runs["run_id"].isin(session.run_ids)]
     selected: set[str] = set()
     for view in views_of(session):
-        selected.update(run_tables.selected(opened, view.read(opened).where)["run_id"], view.named_runs(opened))
+        selected.update(matching(opened, view.read(opened).where, opened.runs())["run_id"], view.named_runs(opened))
     return runs.assign(shown=runs["run_id"].isin(selected).map({True: "selected", False: "baseline only"}))
 
 

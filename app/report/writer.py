@@ -40,6 +40,7 @@ from binade.app import exports
 from binade.app.figure import WIDTH, Figure
 from binade.app.formatting import big, bytes_text
 from binade.app.questions.registry import QUESTIONS
+from binade.app.questions.shared.runs import matching
 from binade.app.report import contents, overview, sessions, stats
 from binade.app.report.overview import QUICK, STATISTICS
 from binade.app.report.page import of_page, page
@@ -52,7 +53,6 @@ from binade.data.cache import ResultCache
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.open_index import OutdatedError
-from binade.data.run_table import losses_of
 from binade.data.store import locked, read_file, staging_directory, sweep_beside, write_atomic
 
 __all__ = ["RenderError", "ReportError", "ReportRequest", "SessionError", "UsageError", "no_room", "run"]
@@ -129,11 +129,12 @@ def _unchanged(opened: Catalog) -> Iterator[None]:
 
 
 def _check(opened: Catalog, request: ReportRequest) -> None:
-    if not opened.totals().tensors and not (request.where == Filter() and _has_losses(opened)):
-        problem = "contains no recorded tensors" if opened.root.is_dir() else "does not exist"
+    runs = opened.runs()
+    if not opened.totals().tensors and runs["first_step"].isna().all():
+        problem = "contains neither recorded tensors nor losses" if opened.root.is_dir() else "does not exist"
         advice = "give a directory of runs with --tensor-save-dir, or collect a run with binade quick mxfp8"
         raise ReportError(f"{opened.root} {problem}: {advice}")
-    if opened.totals().tensors and not opened.totals(request.where).tensors:
+    if not opened.totals(request.where).tensors and matching(opened, request.where, runs).empty:
         raise ReportError(f"no tensor matches: {request.where.sentence()}; remove something from the filter")
     if not request.output.absolute().name:
         raise UsageError(f"{request.output} cannot be used for a report: choose a separate directory for --output")
@@ -141,10 +142,6 @@ def _check(opened: Catalog, request: ReportRequest) -> None:
         raise UsageError(
             f"{request.output} is a file: give --output a new folder, or one that contains an earlier report"
         )
-
-
-def _has_losses(opened: Catalog) -> bool:
-    return any(losses_of(opened, opened.runs()["run_id"]).values())
 
 
 def _written_before(output: Path) -> set[str]:

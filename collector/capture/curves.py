@@ -1,9 +1,10 @@
 """The curves of an instrumented run, in loss.jsonl: one line per iteration, with what the training loop logged and the
 hashes by which runs on the same data are matched (data.same_data).
 
-A forward pass that trains is a micro-batch, identified by its integer tensors (token ids, labels), or else by the first
-tensor that enters the model, of which MOST values are taken. Tensors on a GPU are copied without waiting; the writer's
-thread hashes them. The digests are a chain, so that a training that resumes from a checkpoint goes on with it.
+A forward pass that trains is a micro-batch, identified by all tensors that enter the model: ids, labels, masks, images,
+embeddings (see `read_by`). Labels and masks that only the loss sees are not known. Tensors on a GPU are copied without
+waiting; the writer's thread hashes them. The digests are a chain, so that a training that resumes from a checkpoint
+goes on with it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from binade.collector.capture.writing import copy_later
 from binade.data.runs import RunWriter
 
 SAMPLE = 64  # values of each parameter that are hashed at the start
-MOST = 1 << 16  # values of a floating-point input that are hashed
+MOST = 1 << 20  # values of an input that are hashed; of integers, all
 Copied = tuple[Tensor, Callable[[], None]]  # as `copy_later` returns them
 
 
@@ -57,9 +58,7 @@ class Curves:
             sample = _copies(sample_of(model))
             self._queue(lambda: self._hash_weights(sample))
         if model is self._model:
-            tensors = [x for x in tensors_in(given) if not is_dtensor(x)]
-            ids = [x for x in tensors if not x.is_floating_point() and x.dtype != torch.bool]
-            copies = _copies(ids or [_spread(x, MOST) for x in tensors[:1]])
+            copies = _copies(read_by(given))
             self._queue(lambda: self._hash(iteration, copies))
 
     def log(self, iteration: int, values: Mapping[str, float | Tensor]) -> None:
@@ -156,10 +155,32 @@ def sample_of(model: nn.Module) -> list[Tensor]:
     return [torch.cat([x for x in samples if x.device == device]) for device in devices]
 
 
+def read_by(given: object) -> list[Tensor]:
+    """What a forward pass with these arguments reads: all integers, and all or MOST values of other tensors. A tensor
+    that depends on trained weights, such as the activations that enter a part of a model, is no data: it counts only
+    if there is nothing else."""
+    tensors = [part for x in tensors_in(given) for part in _parts(x)]
+    data = [x for x in tensors if not x.requires_grad] or tensors
+    return [x if _is_integer(x) or x.numel() <= MOST else _spread(x, MOST) for x in data]
+
+
+def _parts(x: Tensor) -> list[Tensor]:
+    """The plain tensors that a tensor consists of: the values and offsets of a nested one, the part of this rank."""
+    if is_dtensor(x):
+        return [cast(Any, x).to_local()]
+    if x.is_nested:
+        return [x.values(), x.offsets()] if x.layout == torch.jagged else list(x.unbind())
+    return [x] if x.layout == torch.strided and not x.is_meta else []
+
+
+def _is_integer(x: Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+
+
 def _spread(x: Tensor, most: int) -> Tensor:
-    """At most so many values of x, flat and evenly spaced."""
+    """At most so many values of x, flat and evenly spaced by an odd step, which meets all columns of usual sizes."""
     flat = x.detach().reshape(-1)
-    return flat[:: max(1, -(-len(flat) // most))]
+    return flat[:: -(-len(flat) // most) | 1]
 
 
 def _copies(tensors: Sequence[Tensor]) -> list[Copied]:

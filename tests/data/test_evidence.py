@@ -41,7 +41,9 @@ class TestEstimates:
     def test_a_trend_is_theil_and_sens(self):
         at, values = range(12), [30.0, 29.5, 29.7, 29.1, 28.8, 28.9, 28.2, 28.0, 27.9, 27.2, 27.4, 26.9]
         found, slope = evidence.trend(DB, at, values, "iterations"), stats.theilslopes(values, at)[0]
-        assert found.value == pytest.approx(slope) and math.isinf(found.high - found.low)  # it depends on what is unknown
+        assert found.value == pytest.approx(slope) and math.isinf(
+            found.high - found.low
+        )  # it depends on what is unknown
         assert evidence._taus(np.array([values]))[0] == pytest.approx(stats.kendalltau(at, values).statistic)
         assert found.measure.quantity(found.value) == f"−{abs(slope):.3g} dB per iteration"
         assert stats.kendalltau(at, values).pvalue < found.p < 0.05
@@ -52,7 +54,9 @@ class TestEstimates:
         rng, named = np.random.default_rng(points), 0
         for _ in range(60):
             series = lfilter([1.0], [1.0, -phi], rng.standard_normal((6, points + 200)))[:, -points:]
-            items = [(str(layer), evidence.trend(DB, range(points), row, "iterations")) for layer, row in enumerate(series)]
+            items = [
+                (str(layer), evidence.trend(DB, range(points), row, "iterations")) for layer, row in enumerate(series)
+            ]
             named += "no trend" not in evidence.trends(items, "The SQNR", "over iterations", "layers")
         assert named <= 6  # of 60, at 5%: the binomial distribution exceeds it in 3 of 100
 

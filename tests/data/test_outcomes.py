@@ -81,7 +81,7 @@ def test_what_diverged_is_last_and_what_ended_early_says_so(tmp_path: Path):
     add(tmp_path, "mxfp8", plus(0.1, 30))
     add(tmp_path, "nvfp4", plus(0.0005, 10, NAN))
     add(tmp_path, "hifp8", plus(-0.2, 0, INF))  # at the first iteration
-    add(tmp_path, "mxfp6", plus(0.02, 20) + [NAN] + plus(0.02)[21:])  # and comes back
+    add(tmp_path, "mxfp6", [*plus(0.02, 20), NAN, *plus(0.02)[21:]])  # and comes back
     add(tmp_path, "mxint8", plus(0.05)[::10], every=10)  # another spacing of the log
     add(tmp_path, "fp8", plus(0.0, 40) + [90.0] * 20)  # finite, but far above the first
     found = compared(tmp_path)

@@ -16,7 +16,7 @@ from binade.app.figure import Column
 from binade.app.formatting import bytes_text, plain
 from binade.app.jobs.recipe_table import is_recipe
 from binade.app.questions import layout
-from binade.app.questions.shared.runs import every_run, run_titles, with_plain_runs
+from binade.app.questions.shared.runs import every_run, matching, run_titles, with_plain_runs
 from binade.app.show import displayed, with_texts
 from binade.app.state import explain_empty
 from binade.app.view import Reading, View
@@ -49,8 +49,7 @@ def show(opened: Catalog, view: View, reading: Reading) -> None:
     if every.empty:
         explain_empty(opened)
         return
-    if reading.where.items():
-        every = every[every["run_id"].isin(opened.distinct(("run_id",), reading.where)["run_id"])]
+    every = matching(opened, reading.where, every)
     runs = every[every["damage"].isna()]
     shared = _shared(every)
     _totals(runs, shared)
@@ -211,23 +210,25 @@ def _table(
         written, hide_index=True, placeholder="–", column_config=config, key="runs_table",
         on_select="rerun", selection_mode="multi-row", height=height_of(len(table)),
     )  # fmt: skip
-    _actions(view, [table["run_id"].iloc[row] for row in event["selection"]["rows"] if row < len(table)])
+    _actions(view, table.iloc[[row for row in event["selection"]["rows"] if row < len(table)]])
     for run in table.dropna(subset=["reason"]).head(MOST_REASONS).itertuples():  # too long for a cell
         st.caption(plain(f"{run.state} · {run.run_id}: {run.reason}"))
 
 
-def _actions(view: View, chosen: list[str]) -> None:
-    """What can be done with the selected runs."""
+def _actions(view: View, runs: pd.DataFrame) -> None:
+    """What can be done with the selected runs: some of it with recorded tensors only."""
+    chosen, recorded = runs["run_id"].tolist(), bool((runs["tensors"] > 0).all())
     if not chosen:
         st.caption("Select runs to compare them, or to open them in the Map.")
         return
     with st.container(horizontal=True, gap="small"):
-        one, several = len(chosen) == 1, len(chosen) == 2
+        one, several = recorded and len(chosen) == 1, recorded and len(chosen) == 2
         first, last = chosen[0], chosen[-1]
         address.link(view.at("map", run_id=first), "Open in the Map", ":material/grid_on:", disabled=not one)
         address.link(view.at("map", run_id=first, versus=last), "Map of the difference", disabled=not several)
         address.link(view.at("runs", "recipes", run_id=chosen), "Compare losses", ":material/balance:")
-        address.link(view.at("explore", run_id=chosen, by="run_id"), "Compare distributions")
+        distributions = view.at("explore", run_id=chosen, by="run_id")
+        address.link(distributions, "Compare distributions", disabled=not recorded)
         difference = view.at("runs", "difference", run_a=first, run_b=last, run_id=None)
         address.link(difference, "First difference", ":material/difference:", disabled=not several)
 

@@ -17,7 +17,7 @@ from binade.app.questions.question import Question
 from binade.app.questions.shared import loss_chart
 from binade.app.questions.shared.event_marks import events_of
 from binade.app.questions.shared.labels import thinned_note
-from binade.app.questions.shared.runs import run_looks, some_runs, with_plain_runs
+from binade.app.questions.shared.runs import matching, run_looks, some_runs, with_plain_runs
 from binade.app.questions.shared.scope import Used
 from binade.app.questions.shared.selection import Selection
 from binade.data import comparison, evidence
@@ -95,9 +95,7 @@ def over_seeds(
 
 def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     opened = selection.opened
-    runs = _trained(opened)
-    if selection.where.items():
-        runs = runs[runs["run_id"].isin(opened.distinct(("run_id",), selection.where)["run_id"])]
+    runs = matching(opened, selection.where, _trained(opened))
     latest = some_runs(opened, runs.head(style.MAX_GROUPS))
     losses = losses_of(opened, latest["run_id"].tolist(), lost=True)
     labels = dict(zip(latest["run_id"], latest["label"], strict=True))

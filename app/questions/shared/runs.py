@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from typing import Any
 
 import pandas as pd
 
@@ -41,6 +42,31 @@ def with_plain_runs(opened: Catalog, table: pd.DataFrame) -> pd.DataFrame:
     settings = {*table["settings"], *every.loc[references, "settings"]}
     alike = every["settings"].isin(settings) & (every["recipe"] == BF16) & ~every["quantized"]
     return every[alike | every["run_id"].isin(table["run_id"])].reset_index(drop=True)
+
+
+OF_RUNS = ("run_id", *OF_MODEL, "recipe")  # the fields of the filter that a run without tensors has
+
+
+def matching(opened: Catalog, where: Filter, runs: pd.DataFrame) -> pd.DataFrame:
+    """The rows of `Catalog.runs` that a filter selects: with a tensor that it selects, or of a run without tensors, by
+    what the run says of itself."""
+    if not where.items():
+        return runs
+    keep = runs["run_id"].isin(opened.distinct(("run_id",), where)["run_id"])
+    if not where.without(*OF_RUNS).items():
+        alone = runs["tensors"] == 0
+        for name, values in where.items():
+            alone &= runs[name].isin(values)
+        keep |= alone
+    return runs[keep]
+
+
+def occurring(opened: Catalog) -> dict[str, list[Any]]:
+    """`Catalog.facets`, with the values of runs without tensors."""
+    runs, facets = opened.runs(), opened.facets()
+    for name in OF_RUNS:
+        facets[name] = list(dict.fromkeys([*facets.get(name, []), *runs[name].dropna()]))
+    return facets
 
 
 # What a question may read besides the runs of its filter: see `Question.beyond`

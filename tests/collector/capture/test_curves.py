@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import UserDict
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from torch import nn
 from binade.app.questions.recipes.question import RECIPES
 from binade.app.questions.shared.selection import Selection
 from binade.collector import Recorder, TrainerCallback, coverage, instrument
+from binade.collector.capture import curves
 from binade.collector.errors import ConfigError
 from binade.collector.imports.files import walk
 from binade.collector.imports.losses import find_logs
@@ -302,3 +306,82 @@ def test_head_can_be_quantized():
 def test_run_json_stays_sealed(tmp_path):
     run, _ = train(tmp_path, "bf16")
     assert "crc32" in json.loads((run.directory / "run.json").read_bytes())
+
+
+class Reader(nn.Module):
+    """Reads images or embeddings besides ids, as models of several kinds of inputs do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.layer = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, batch: Any, extra: Any = None) -> torch.Tensor:
+        ids = batch["ids"] if isinstance(batch, Mapping) else batch.ids
+        result: torch.Tensor = self.layer(self.embedding(ids))
+        return result
+
+
+@dataclass
+class Batch:
+    ids: torch.Tensor
+    image: torch.Tensor | None
+
+
+def read(batch: Any, extra: Any = None) -> str:
+    """The hash of a micro-batch of these arguments."""
+    sha = hashlib.sha256()
+    curves._update(sha, curves._copies(curves.read_by((batch, extra))))
+    return sha.hexdigest()
+
+
+def test_all_that_enters_the_model_is_data():
+    ids, image = torch.arange(8).reshape(2, 4), torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(1))
+    mask, other = torch.ones(2, 4, dtype=torch.bool), image.clone()
+    other[1, 2, 4] += 1e-3
+    part = mask.clone()
+    part[0, 0] = False
+    large = torch.zeros(3000, 1024)
+    changed = large.clone()
+    changed[:, 511] = 1  # a column
+    nested = [torch.nested.nested_tensor([ids[0], ids[1][:size]], layout=torch.jagged) for size in (2, 3)]
+    pairs = [
+        ({"ids": ids, "image": image}, {"ids": ids, "image": other}),
+        (UserDict(ids=ids, image=image), UserDict(ids=ids, image=other)),  # as BatchEncoding
+        (Batch(ids, image), Batch(ids, other)),
+        ([ids, (image, None)], [ids, (other, None)]),
+        ({"ids": ids, "deep": {"list": [image]}}, {"ids": ids, "deep": {"list": [other]}}),
+        ({"ids": ids, "mask": mask}, {"ids": ids, "mask": part}),
+        ({"ids": ids, "image": image.bfloat16()}, {"ids": ids, "image": (other * 2).bfloat16()}),
+        ({"ids": ids, "at": torch.tensor(0.5)}, {"ids": ids, "at": torch.tensor(0.25)}),
+        ({"ids": ids, "mask": large}, {"ids": ids, "mask": changed}),
+        ({"ids": ids, "image": image}, {"ids": ids}),
+        ({"wave": image.to(torch.complex64)}, {"wave": other.to(torch.complex64)}),
+        (nested[0], nested[1]),
+    ]
+    for first, second in pairs:
+        assert read(first) == read(first) and read(first) != read(second)
+    assert read({"ids": ids}, extra=image) != read({"ids": ids}, extra=other)
+
+
+def test_activations_are_no_data():
+    """They depend on weights, which recipes train differently."""
+    ids, weight = torch.arange(8), nn.Parameter(torch.ones(8))
+    assert read({"ids": ids, "x": weight * 2}) == read({"ids": ids, "x": weight * 3}) == read({"ids": ids})
+    assert read({"x": weight * 2}) != read({"x": weight * 3})
+
+
+def test_other_images_are_other_data(tmp_path):
+    ids = batch(0)
+
+    def digests(recipe: str, image: torch.Tensor) -> list[str]:
+        model = Reader()
+        with Recorder(tmp_path, label=recipe, iterations=1, scores=()) as recorder, instrument(model, recipe, recorder):
+            for _ in range(2):
+                model({"ids": ids, "image": image}).sum().backward()
+                recorder.log(loss=1.0)
+        return [line["data_sha256"] for line in read_steps(recorder.writer.directory)]
+
+    image = torch.randn(2, 3, 4)
+    assert digests("bf16", image) == digests("mxfp8", image)
+    assert not set(digests("bf16", image)) & set(digests("mxfp8", image + 1))
