@@ -18,6 +18,10 @@ from binade.data.evidence import GAP, Estimate, Measure, Sentence
 AGREE = 0.8  # Spearman's ρ between two halves of the sequences, from which their order is relied on
 WITHIN = 0.5  # half of a sum's interval, relative to the sum, up to which it is relied on: a factor of 1.5
 FACTOR = Measure("factor", "Factor", format=".1f")
+FEWEST_SEQUENCES = 4  # from which the costs may tell operands or recipes apart
+PREDICTION = Sentence(
+    "This is a prediction: 7 of 10 measured changes lay outside its 95% interval. Measure it: binade measure."
+)
 MORE = "record several sequences (--micro-batch-size, --collect-micro-batches)"
 
 
@@ -37,7 +41,7 @@ class Reliability:
     @property
     def orders(self) -> bool:
         """Whether the costs tell operands apart."""
-        return self.sequences > 1 and self.halves.value >= AGREE and self.halves.low > 0
+        return self.sequences >= FEWEST_SEQUENCES and self.halves.value >= AGREE and self.halves.low > 0
 
     @property
     def sums(self) -> bool:
@@ -51,6 +55,9 @@ class Reliability:
             return Sentence()
         if self.sequences < 2:
             return evidence.say("One sequence cannot tell operands apart: {more}.", more=MORE)
+        if self.sequences < FEWEST_SEQUENCES:
+            text = "{n} sequences cannot tell operands apart, at least {fewest} are needed: {more}."
+            return evidence.say(text, n=self.sequences, fewest=FEWEST_SEQUENCES, more=MORE)
         if math.isinf(self.halves.low):
             text = "The costs cannot be checked: that takes two sequences and {fewest} operands."
             return evidence.say(text, fewest=evidence.FEWEST_PAIRS)

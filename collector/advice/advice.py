@@ -41,6 +41,7 @@ from binade.data import evidence
 from binade.data.catalog import Catalog
 from binade.data.evidence import Estimate, Measure
 from binade.data.names import short_names
+from binade.data.reliability import PREDICTION
 from binade.data.text import number_text
 from binade.quant.specs import OPERAND_FIELDS, Spec
 
@@ -217,6 +218,8 @@ class Advice:
     def doubts(self) -> list[str]:
         """A sentence for each reason not to rely on it."""
         doubts = list(self.costs.agreement)
+        if self.kind != "measured":
+            doubts.insert(0, str(PREDICTION))
         doubts += [str(doubt) for doubt in (self.costs.reliability.doubt, self.costs.reliability.doubt_of_sum) if doubt]
         if self.costs.caveat:
             doubts.append(self.costs.caveat)

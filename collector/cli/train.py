@@ -133,8 +133,10 @@ def _size(number: int) -> str:
 
 
 def collect(plans: list[Plan], root: Path, resume: str | None = None) -> None:
-    """Train each run in this process, or start the ranks that do. resume: a run to continue."""
-    from binade.collector.training.loop import prepare, train
+    """Train each run in this process, or start the ranks that do. resume: a run to continue. After a run that diverged
+    the others are trained, but not on several ranks. Raises DivergedError at the end, and other errors at once; what
+    was not trained is printed."""
+    from binade.collector.training.loop import DivergedError, prepare, train
     from binade.collector.training.ranks import started_as_rank
 
     if plans[0].config.world_size > 1 and not started_as_rank():
@@ -147,7 +149,7 @@ def collect(plans: list[Plan], root: Path, resume: str | None = None) -> None:
         return
     first_rank = os.environ.get("RANK", "0") == "0"
     lengths = [plan.config.warmup_iterations + plan.config.iterations for plan in plans]
-    start = time.monotonic()
+    start, diverged = time.monotonic(), []
     with console("", "it", sum(lengths), bar=not started_as_rank(), brief=len(plans) > 1) as shown:
 
         def advance(before: int, done: int, of: int) -> None:
@@ -158,7 +160,17 @@ def collect(plans: list[Plan], root: Path, resume: str | None = None) -> None:
             title = f"[{number}/{len(plans)}] {recipe}" if len(plans) > 1 else recipe
             if first_rank:
                 shown.title(title)
-            result = train(plan, root, say=shown.say, progress=partial(advance, before), resume=resume)
+            try:
+                result = train(plan, root, say=shown.say, progress=partial(advance, before), resume=resume)
+            except (Exception, KeyboardInterrupt) as error:
+                rest = [other.config.recipe for other in plans[number:]]
+                if isinstance(error, DivergedError) and len(plans) > 1 and not started_as_rank():
+                    diverged.append(f"{recipe} ({error})")
+                    shown.print(f"{recipe}: {error}")
+                    continue
+                if rest and first_rank:
+                    shown.print(f"not trained: {', '.join(rest)}")
+                raise
             if first_rank:
                 left = (time.monotonic() - start) / (before + lengths[number - 1]) * sum(lengths[number:])
                 shown.print(
@@ -166,6 +178,8 @@ def collect(plans: list[Plan], root: Path, resume: str | None = None) -> None:
                     f"tensors, {result.bytes / 1e6:.1f} MB in {result.seconds:.1f} s"
                     f"{f'; about {left:.0f} s left' * (number < len(plans))}"
                 )
+    if diverged:
+        raise DivergedError(f"{len(diverged)} of {len(plans)} runs diverged: {'; '.join(diverged)}")
 
 
 run, batch, quick = map(_command, HELP)

@@ -17,6 +17,7 @@ from binade.app.questions.shared.selection import Board, Of
 from binade.app.style import MEASURES
 from binade.data import evidence
 from binade.data.evidence import Measure
+from binade.data.reliability import PREDICTION
 
 COLUMNS = {
     "rank": Column("Rank"),
@@ -113,7 +114,7 @@ def _verdict(changes: compute.PredictedChanges, fmt: str, measure: Measure, roun
             lines.append(evidence.say("Not in this sum: {missing}.", missing="; ".join(changes.missing)))
         if changes.reliability.sequences > 1:
             lines.append(changes.reliability.doubt_of_sum)
-    lines.append(changes.caveat)
+    lines += [PREDICTION, changes.caveat]
     if not math.isnan(changes.agreement.value):
         text = "Spearman’s ρ between this ranking and that by SQNR is {rho}."
         lines.append(evidence.say(text, rho=changes.agreement))

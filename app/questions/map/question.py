@@ -31,6 +31,7 @@ from binade.data import evidence
 from binade.data.catalog import USED, Catalog
 from binade.data.evidence import Measure, Sentence
 from binade.data.filter import Filter
+from binade.data.reliability import PREDICTION
 from binade.data.run_table import OF_MODEL
 from binade.data.text import counted
 from binade.quant.normal import VS_NORMAL, normal_sqnr
@@ -400,9 +401,10 @@ def _verdict(opened: Catalog, map_: Map) -> Sentence:
     if said is None:
         predicted = measure.key == LOSS_CHANGE and not map_.against
         if predicted and (doubt := compute.doubt(opened, map_.where, map_.fmt)):
-            return doubt
+            return evidence.together(doubt, PREDICTION)
         items = [(str(row["kind"]), evidence.spread(measure, row, of)) for row in map_.kinds.to_dict("records")]
-        return evidence.extreme(items, f"median {map_.title}", lowest=measure.low_is_bad)
+        named = evidence.extreme(items, f"median {map_.title}", lowest=measure.low_is_bad)
+        return evidence.together(named, PREDICTION) if predicted else named
     sentence = said.sentence
     scaled = None if map_.fmt == USED else with_scale(map_.fmt)
     if scaled and str(scaled) in opened.scored_formats(map_.where) and len(map_.kinds):

@@ -19,7 +19,7 @@ from binade.app.questions.shared.selection import Selection
 from binade.collector.advice.costs import AdviceError, Costs
 from binade.data import evidence
 from binade.data.filter import Filter
-from binade.data.reliability import Reliability
+from binade.data.reliability import PREDICTION, Reliability
 from binade.data.text import counted
 
 NOTHING = (
@@ -69,7 +69,9 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     left_out = (
         f"Recipes left out: {left}. They round operands that were not recorded, or use formats that were not scored."
     )
-    verdict = evidence.together(_bounded(table.loc[beyond, "name"].tolist(), costs), _verdict(table, costs.reliability))
+    verdict = evidence.together(
+        _bounded(table.loc[beyond, "name"].tolist(), costs), _verdict(table, costs.reliability), PREDICTION
+    )
     return Drawn((*figures, listed), verdict, (left_out,) * bool(left), used)
 
 
