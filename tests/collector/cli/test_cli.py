@@ -17,7 +17,7 @@ from binade.collector.models.registry import MODELS
 from binade.collector.recipes.recipe import OPERANDS, TEN_RECIPES
 from binade.collector.training.config import RunConfig
 from binade.collector.training.plan import plan
-from binade.data.runs import list_runs
+from binade.data.runs import RunWriter, list_runs, read_steps
 from binade.data.tensor_kinds import tensor_names
 from binade.quant.formats import FORMATS
 from tests.conftest import PROJECT, ended, run_collector, start_python
@@ -214,6 +214,29 @@ def test_what_diverges_fails(command, capsys, tmp_path):
     assert one_line(capsys.readouterr().err)
     ((run,), _) = list_runs(tmp_path / "runs")
     assert run.status.state == "failed" and "diverged" in run.status.reason and run.status.tensors > 0
+
+
+def test_a_batch_goes_on_after_what_diverged(command, capsys, tmp_path):
+    small = ("--layers", "1", "--sequence-length", "32", "--no-save-tensors", "--train-iters", "3")
+    assert command("batch", "--quantization", "bf16,mxfp4", *small, "--learning-rate", "1e30") == 1
+    _, err = capsys.readouterr()
+    assert one_line(err) and "2 of 2 runs diverged: bf16 (the loss is nan at iteration 2" in err and "; mxfp4 (" in err
+    (runs, _) = list_runs(tmp_path / "runs")
+    assert [run.config["recipe"] for run in runs] == ["bf16", "mxfp4"]
+    for run in runs:
+        assert [step["loss"] is None for step in read_steps(run.directory)] == [False, False, True]
+    assert command("compare", str(tmp_path / "runs")) == 0
+    assert "mxfp4  diverged at iteration 2; bf16 diverged at iteration 2" in capsys.readouterr().out
+
+
+def test_a_batch_says_what_it_did_not_train(command, capsys, tmp_path, monkeypatch):
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(RunWriter, "append_loss", full)
+    small = ("--layers", "1", "--sequence-length", "32", "--no-save-tensors", "--train-iters", "2")
+    assert command("batch", "--quantization", "bf16,mxfp8,mxfp4", *small) == 1
+    assert "not trained: mxfp8, mxfp4" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("arguments", [RUN, ("quick", "mxfp8"), ("batch",)], ids=["run", "quick", "batch"])
