@@ -212,8 +212,10 @@ def held_out_sentence(
     pairs = [(label, gap.gap) for label, gap in several]
     said = [evidence.effects(pairs, f"{base} on held-out sequences", ("higher loss", "lower loss"))]
     if single:
-        what = f"Held-out gap to {base} of one seed, which another seed may change"
-        said.append(evidence.each_of([(label, gap.gap) for label, gap in single], what))
+        gaps = [(label, gap.gap) for label, gap in single]
+        text = "Held-out gap to {base} of one seed, which another seed may change: {gaps}."
+        shown = evidence.several(gaps, lambda gap: f"{gap.text} (mean of {counted(gap.n, 'sequence')})")
+        said.append(evidence.say(text, base=base, gaps=shown))
         said.append(_of_bits([label for label, _ in single], bits or {}))
     slopes = [(label, gap.slope) for label, gap in several if math.isfinite(gap.slope.error)]
     judged = zip(slopes, evidence.holm([slope for _, slope in slopes]), strict=True)
