@@ -96,7 +96,8 @@ def _others(opened: Catalog, view: View) -> Iterator[PaletteEntry]:
         yield PaletteEntry("format", spec, "on the Map", view.at("map", format=spec))
     for metric in METRICS:
         yield PaletteEntry("metric", MEASURES[metric].label, "as color of the Map", view.at("map", metric=metric))
-    recorded = dict(opened.runs()[["run_id", "tensors"]].itertuples(index=False))
+    runs = opened.runs()
+    recorded = dict(zip(runs["run_id"], runs["tensors"], strict=True))
     for run_id, title in run_titles(every_run(opened)).items():
         shown = view.at("map" if recorded[run_id] else "runs", run_id=run_id)
         yield PaletteEntry("run", title, run_id, shown)

@@ -14,7 +14,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -38,13 +38,13 @@ from binade.data.held_out import (
     pairs_of,
     repeated,
 )
-from binade.data.outcomes import DEFINITION, Outcome, before_divergence, outcome_of
-from binade.data.run_table import PARTS, has_reference
-from binade.data.same_data import NATS, UNKNOWN, closest, equal_warm_up, losses_on_same_data, pairs_on_same_data
+from binade.data.loss_gaps import Losses, RecipeRuns, by_recipe, costs, loss_gaps, with_outcomes, worst_first
+from binade.data.outcomes import DEFINITION
+from binade.data.run_table import has_reference
+from binade.data.same_data import NATS, UNKNOWN, pairs_on_same_data
 from binade.quant.formats import BF16, UnknownFormatError
 from binade.quant.specs import Spec, SpecError
 
-Losses = Mapping[str, list[dict[str, Any]]]
 Done = Callable[[int, int], None]  # of the runs whose gradients are compared: how many, of how many
 MOST_RUNS = 10  # whose gradients are compared
 NO_INTERVAL = "one seed"
@@ -109,168 +109,6 @@ OPERAND_FIELDS = (
     ),
 )  # fmt: skip
 """The columns of `operand_table` that are shown."""
-
-
-def loss_gaps(table: pd.DataFrame, losses: Losses) -> pd.DataFrame:
-    """Each run's loss against its reference's at the same iteration and on the same data, warm-up left out. Of several
-    references, the one counts whose losses can be compared at most iterations, and never the run itself if there is
-    another.
-
-    Columns run_id, label, iteration, loss, gap (nats per token; positive: worse than bf16), equal (whether all that
-    enters the model is known to be that of the reference), reference (its run_id). Iterations that the reference does
-    not have or at which it has diverged, those without a finite loss, and runs without a reference, are left out.
-    """
-    rows = []
-    branched = dict(zip(table["run_id"], table["branched"], strict=True))
-    trained = dict(zip(table["run_id"], table["trained"], strict=True))
-    sound = {run_id: before_divergence(steps, outcome_of(steps)) for run_id, steps in losses.items()}
-    for _, run in table.iterrows():
-        steps = [step for step in losses.get(run["run_id"], []) if step["loss"] is not None]
-        known = [run_id for run_id in run["references"] if run_id in losses]
-        others = [run_id for run_id in known if run_id != run["run_id"]] or known
-        name = closest(steps, [(run_id, sound[run_id]) for run_id in others])
-        reference = sound[name] if name else []
-        since = max(run["branched"], branched.get(name, -math.inf))
-        same = run["trained"] is not None and run["trained"] == trained.get(name)
-        same = same and equal_warm_up(steps, reference, since)
-        rows += [
-            (run["run_id"], run["label"], iteration, loss, loss - other, iteration == max(since, 0) and same, name)
-            for iteration, loss, other in losses_on_same_data(steps, reference)
-        ]
-    return pd.DataFrame(rows, columns=["run_id", "label", "iteration", "loss", "gap", "equal", "reference"])
-
-
-def with_outcomes(table: pd.DataFrame, losses: Losses) -> pd.DataFrame:
-    """The table with the column outcome: how each run trained. losses: with those that are not finite."""
-    nats = table["unit"] == NATS
-    outcomes = [outcome_of(losses.get(run_id, []), grows) for run_id, grows in zip(table["run_id"], nats, strict=True)]
-    return table.assign(outcome=pd.Series(outcomes, table.index, object))
-
-
-def costs(gaps: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:
-    """A row per quantized run that has a gap or has diverged, the largest |gap| first, those that diverged last. table:
-    of `with_outcomes`.
-
-    Columns run_id, label, name, recipe, settings, start, parts (what is rounded, in words), gap (mean over the
-    iterations that both have; NaN if the loss has become NaN or infinite for good), first (in the first one, if all
-    that enters the model is known to be equal; else NaN), last (at the last), added (last minus first; NaN without a
-    later iteration), iterations, only (the part, where only one is rounded), spec (its format), outcome (in words),
-    diverged (the iteration; NaN if it has not), ended (whether it ended before its reference).
-    """
-    outcomes = dict(zip(table["run_id"], table["outcome"], strict=True))
-    labels = dict(zip(table["run_id"], table["label"], strict=True))
-    parts = dict(iter(gaps.groupby("run_id")))
-    rows = []
-    for _, run in table[table["quantized"] & has_reference(table)].iterrows():
-        outcome, part = run["outcome"], parts.get(run["run_id"], gaps.iloc[:0]).sort_values("iteration")
-        if part.empty and outcome.diverged is None:
-            continue
-        name = part["reference"].iloc[0] if len(part) else run["references"][0]
-        reference = outcomes.get(name, Outcome())
-        gap, first, last, added = (
-            _of_gaps(part) if len(part) and not outcome.is_lost else (np.nan, _first(part), np.nan, np.nan)
-        )
-        rounded = {name: run[name] for name in PARTS if run[name] not in (None, BF16)}
-        only, spec = next(iter(rounded.items())) if len(rounded) == 1 else (None, None)
-        row = {name: run[name] for name in ("run_id", "label", "name", "recipe", "settings", "start")}
-        row |= {"parts": ", ".join(f"{name} {fmt}" for name, fmt in rounded.items()), "gap": gap}
-        row |= {"first": first, "last": last, "added": added, "iterations": len(part), "only": only, "spec": spec}
-        row |= {"outcome": outcome.text(reference, labels.get(name, BF16)) or None, "diverged": outcome.diverged}
-        rows.append(row | {"ended": outcome.diverged is None and outcome.ended_before(reference)})
-    columns = ["run_id", "label", "name", "recipe", "settings", "start", "parts", "gap", "first", "last", "added"]
-    frame = pd.DataFrame(rows, columns=[*columns, "iterations", "only", "spec", "outcome", "diverged", "ended"])
-    frame = frame.astype({"diverged": float, "outcome": object})
-    frame["outcome"] = frame["outcome"].where(frame["outcome"].notna(), None)
-    frame = frame.assign(size=frame["gap"].abs())
-    ordered = frame.sort_values(["diverged", "size"], ascending=False, na_position="first", ignore_index=True)
-    return ordered.drop(columns="size")
-
-
-def _first(part: pd.DataFrame) -> float:
-    return float(part.loc[part["equal"].astype(bool), "gap"].mean())
-
-
-def _of_gaps(part: pd.DataFrame) -> tuple[float, float, float, float]:
-    """(mean, first, last and last minus first) of a run's gaps, by iteration."""
-    first, last = _first(part), float(part["gap"].iloc[-1])
-    return float(part["gap"].mean()), first, last, np.nan if part["equal"].iloc[-1] else last - first
-
-
-@dataclass(frozen=True)
-class RecipeRuns:
-    """Runs of one recipe and of the same settings: the gap on each data and start (of the newest run), and the part and
-    format, if only one part is rounded. label: of the only run, else the recipe's name. first and added: as in `costs`,
-    where they are known. runs: their run_ids; run_id: the newest. diverged: the iteration, of each start that did.
-    outcome: in words; "" if all trained to the end."""
-
-    label: str
-    gaps: Mapping[Any, float]
-    run_id: str
-    only: str | None
-    spec: str | None
-    first: Mapping[Any, float]
-    added: Mapping[Any, float]
-    runs: tuple[str, ...] = ()
-    diverged: Mapping[Any, int] = field(default_factory=dict)
-    outcome: str = ""
-
-    @property
-    def gap(self) -> Estimate:
-        return evidence.mean(GAP, self.gaps.values())
-
-    @property
-    def first_gap(self) -> Estimate:
-        """The gap of the first iteration: exact for one start; over several, their mean."""
-        values = list(self.first.values())
-        if len(values) == 1:
-            return evidence.exact(GAP, values[0], of="micro-batches")
-        return evidence.mean(GAP, values)
-
-    @property
-    def added_gap(self) -> Estimate:
-        return evidence.mean(GAP, self.added.values())
-
-
-def by_recipe(costs: pd.DataFrame, oldest_first: Sequence[str]) -> list[RecipeRuns]:
-    """`costs` by recipe and settings, the largest |mean gap| first, those of which a run diverged last, the earliest at
-    the very end. oldest_first: the run_ids."""
-    recipes, place = [], {run_id: at for at, run_id in enumerate(oldest_first)}
-    for (name, _), runs in costs.groupby(["name", "settings"], sort=False):
-        runs = runs.sort_values("run_id", key=lambda ids: ids.map(place)).drop_duplicates("start", keep="last")
-        newest = runs.iloc[-1]
-        label = newest["label"] if len(runs) == 1 else str(name)
-        gaps = dict(zip(runs["start"], runs["gap"], strict=True))
-        first, added = (runs.dropna(subset=[name]).set_index("start")[name].to_dict() for name in ("first", "added"))
-        ids, lost = tuple(runs["run_id"]), runs.dropna(subset=["diverged"]).set_index("start")["diverged"].astype(int)
-        recipe = RecipeRuns(label, gaps, newest["run_id"], newest["only"], newest["spec"], first, added, ids)
-        recipes.append(replace(recipe, diverged=lost.to_dict(), outcome=_outcome(runs)))
-    return sorted(recipes, key=_rank)
-
-
-def _outcome(runs: pd.DataFrame) -> str:
-    """How the runs of a recipe trained, in words: rows of `costs`."""
-    if len(runs) == 1:
-        return runs["outcome"].iloc[0] or ""
-    said = []
-    if lost := len(known := runs["diverged"].dropna()):
-        said.append(f"{lost} of {len(runs)} seeds diverged, the first at iteration {int(known.min())}")
-    others = runs[runs["diverged"].isna() & runs["outcome"].notna()]
-    if len(others):
-        said.append(f"{len(others)} of {len(runs)} seeds are compared in part: see the runs")
-    return "; ".join(said)
-
-
-def _rank(recipe: RecipeRuns) -> tuple[bool, float]:
-    """The place of a recipe in lists: by its gap, or of those that diverged by when."""
-    if recipe.diverged:
-        return True, -min(recipe.diverged.values())
-    return False, -abs(recipe.gap.value)
-
-
-def worst_first(recipes: Sequence[RecipeRuns]) -> list[RecipeRuns]:
-    """Those that diverged first, the earliest at the top, then the largest |mean gap|: for lists that stop."""
-    diverged = sorted((recipe for recipe in recipes if recipe.diverged), key=lambda one: min(one.diverged.values()))
-    return [*diverged, *sorted((recipe for recipe in recipes if not recipe.diverged), key=_rank)]
 
 
 def bands_of(
@@ -497,7 +335,7 @@ def other_unit(table: pd.DataFrame) -> str:
     """A sentence on the runs whose losses are in another unit than NATS; "" without one."""
     other = table[table["unit"] != NATS]
     units = [
-        f"{evidence.listed(runs['label'].tolist())} ({'unit unknown' if unit == UNKNOWN else unit})"
+        f"{evidence.listed(runs['label'].tolist())} ({'unit unknown' if unit == UNKNOWN else str(unit)})"
         for unit, runs in other.groupby("unit", sort=False)
     ]
     return f"Losses that are not known to be in {NATS} are not compared: {'; '.join(units)}." if units else ""
@@ -579,10 +417,11 @@ def measured_sentence(opened: Catalog, compared: Comparison) -> Sentence:
 
 
 def operand_table(opened: Catalog, recipes: Iterable[RecipeRuns]) -> pd.DataFrame:
-    """What rounding did to the operands that the newest run of each recipe recorded last: columns of OPERAND_FIELDS,
-    run_id, and numbers by side: linear_forward_sqnr_db, linear_forward_flush_to_zero, …, medians over operands."""
+    """What rounding did to the operands that the newest run of each recipe recorded last, of the worst recipes
+    (`operands_left`): columns of OPERAND_FIELDS, run_id, and numbers by side: linear_forward_sqnr_db, …, medians over
+    operands."""
     rows = []
-    for recipe in list(recipes)[:MOST_RUNS]:
+    for recipe in worst_first([*recipes])[:MOST_RUNS]:
         where = Filter(run_id=(recipe.run_id,))
         last = Filter(run_id=where.run_id, iteration=tuple(opened.facets(where).get("iteration", [])[-1:]))
         operands = opened.operands(last).dropna(subset="numel")
@@ -600,6 +439,13 @@ def operand_table(opened: Catalog, recipes: Iterable[RecipeRuns]) -> pd.DataFram
                 row[side] = " / ".join(MEASURES[name].text(known[name]) for name in ERRORS)
         rows.append(row)
     return pd.DataFrame(rows, columns=None if rows else ["run_id", "label"])
+
+
+def operands_left(recipes: Sequence[RecipeRuns]) -> str:
+    """A sentence if `operand_table` has not all recipes, else ""."""
+    if len(recipes) <= MOST_RUNS:
+        return ""
+    return f"Operands are shown of the {MOST_RUNS} recipes that diverged or have the largest gaps, of {len(recipes)}."
 
 
 def _bits(operands: Mapping[Any, Any]) -> float:

@@ -22,22 +22,15 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from binade.data.fields import Field
 from binade.data.student import noncentrality, quantile
-
-if TYPE_CHECKING:
-    import numpy as np
 
 Measure = Field
 LEVEL = 0.05  # the share of sentences that may name a difference where there is none
 FEWEST = 5  # points of a trend
 FEWEST_PAIRS = 10  # of an interval of Spearman's ρ: with fewer it does not cover it
-AUTOCORRELATION = 0.9  # between successive points, which a trend must differ from
-MOST_POINTS = 40  # of a trend's test: more are averaged in blocks
-DRAWS = 20_000  # series without a trend, from which the p-value of one is counted
 NAMED = 4  # things that a sentence names
 EQUAL = 0.01  # relative difference of two exact values that are called equal
 
@@ -228,10 +221,10 @@ def proportion(measure: Measure, share: float, n: int, of: str) -> Estimate:
 def trend(measure: Measure, at: Iterable[float], values: Iterable[float], of: str) -> Estimate:
     """The Theil–Sen slope of values over `at`. NaN for fewer than FEWEST finite points.
 
-    Its p-value is the share of series without a trend whose Kendall's τ is as far from 0. Values that are recorded in
-    training depend on those before, by how much is not known from a few points: an estimate of it fails (Yue and Wang
-    2004), so the series have an AUTOCORRELATION that is as high as is plausible. See tests/bench/bench_trends.py."""
+    Its p-value is that of data.trends, which knows that successive values depend on each other."""
     from scipy.stats import theilslopes
+
+    from binade.data.trends import p_of_trend
 
     points = sorted(
         (float(x), float(y)) for x, y in zip(at, values, strict=True) if y is not None and math.isfinite(float(y))
@@ -241,41 +234,7 @@ def trend(measure: Measure, at: Iterable[float], values: Iterable[float], of: st
         return Estimate(per, math.nan, -math.inf, math.inf, len(points), of, "slope", math.nan)
     x, y = zip(*points, strict=True)
     slope = float(theilslopes(y, x)[0])
-    return Estimate(per, slope, -math.inf, math.inf, len(points), of, "slope", math.nan, _p_of_trend(y))
-
-
-def _p_of_trend(values: Sequence[float]) -> float:
-    """The p-value of a trend over successive values; of many, of the means of blocks."""
-    import numpy as np
-
-    series = np.array(values)
-    if len(series) > MOST_POINTS:
-        series = np.array([block.mean() for block in np.array_split(series, MOST_POINTS)])
-    without = _taus_without_trend(len(series))
-    return float((1 + (without >= abs(_taus(series[None])[0]) - 1e-12).sum()) / (1 + len(without)))
-
-
-@cache
-def _taus_without_trend(points: int) -> np.ndarray:
-    """|τ| of DRAWS stationary series of so many points with AUTOCORRELATION (AR(1)), the same in each process."""
-    import numpy as np
-
-    noise = np.random.default_rng(0).standard_normal((points, DRAWS))
-    series = [noise[0]]
-    for fresh in noise[1:]:
-        series.append(AUTOCORRELATION * series[-1] + math.sqrt(1 - AUTOCORRELATION**2) * fresh)
-    taus: np.ndarray = abs(_taus(np.stack(series, axis=1)))
-    return taus
-
-
-def _taus(series: np.ndarray) -> np.ndarray:
-    """Kendall's τ over time of each row: pairs that rise minus pairs that fall, relative to all pairs."""
-    import numpy as np
-
-    points = series.shape[1]
-    rising = sum(np.sign(series[:, lag:] - series[:, :-lag]).sum(axis=1) for lag in range(1, points))
-    taus: np.ndarray = rising / (points * (points - 1) / 2)
-    return taus
+    return Estimate(per, slope, -math.inf, math.inf, len(points), of, "slope", math.nan, p_of_trend(y))
 
 
 def correlation(a: Iterable[float], b: Iterable[float], of: str) -> Estimate:

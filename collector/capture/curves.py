@@ -169,7 +169,7 @@ def _parts(x: Tensor) -> list[Tensor]:
     if is_dtensor(x):
         return [cast(Any, x).to_local()]
     if x.is_nested:
-        return [x.values(), x.offsets()] if x.layout == torch.jagged else list(x.unbind())
+        return [x.values(), cast(Any, x).offsets()] if x.layout == torch.jagged else list(x.unbind())
     return [x] if x.layout == torch.strided and not x.is_meta else []
 
 

@@ -227,6 +227,8 @@ def _described(advice: Advice) -> str:
     if len(high):
         lines += ["", "operands kept wider than the narrowest format, and how much loss that saves"]
         lines += [f"    {row.place:<24} {row.spec:<28} {row.saved:+.3g}" for row in high.itertuples()]
+        if len(advice.deciding) > LISTED:
+            lines.append(f"    and {len(advice.deciding) - LISTED} more")
     if advice.unplaced:
         lines += ["", f"not shown, because some of their formats were not scored: {', '.join(advice.unplaced)}"]
     return "\n".join([*lines, *([""] if advice.doubts else []), *advice.doubts])

@@ -32,6 +32,7 @@ from binade.data.comparison import (
     measured_sentence,
     no_reference,
     operand_table,
+    operands_left,
     with_effects,
 )
 from binade.data.fields import FIELDS, Field
@@ -47,15 +48,16 @@ GRADIENT_FIELDS = (
     Field("tensors", "Pairs", format="d"),
     *(FIELDS[name] for name in COMPARED),
 )
+ALONE = "Recipes: rounding alone, and what training adds"
 MEASURED = "Recipes: rounding alone, as binade measure found it"
 HELD_OUT = "Recipes: gap to bf16 on held-out sequences"
 RECIPE_TABLES = {
     "Recipes: gap to bf16": ("label", "outcome", "seeds", "gap", "gap_interval", "left"),
-    "Recipes: rounding alone, and what training adds": ("label", "first", "first_interval", "added", "added_interval"),
+    ALONE: ("label", "first", "first_interval", "added", "added_interval"),
     MEASURED: ("label", "effect", "effect_interval", "effect_on"),
     HELD_OUT: ("label", "held_out", "held_out_interval", "held_out_slope", "held_out_slope_interval", "held_out_at"),
 }
-IF_KNOWN = {MEASURED: "effect", HELD_OUT: "held_out"}  # the column without which a table is left out
+IF_KNOWN = {ALONE: "first", MEASURED: "effect", HELD_OUT: "held_out"}  # the column without which a table is left out
 LEGEND = (
     *(f"{field.title}: {field.definition}." for field in (*RECIPE_FIELDS, *OPERAND_FIELDS[:3]) if field.definition),
     f"Steps: {JUDGED} A step of an ablation is compared with the step before, or with the full recipe.",
@@ -124,6 +126,7 @@ def _section(opened: Catalog, runs: pd.DataFrame, model: dict[str, Any]) -> Comp
         *compared.missing,
         *map(str, published_for(formats)),
         *left_out(table),
+        operands_left(compared.recipes),
         *unread,
         *(sentence for _, study in made for sentence in (study.verdict, *study.problems)),
         *dict.fromkeys(note for _, study in made for note in study.notes),

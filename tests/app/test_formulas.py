@@ -32,7 +32,7 @@ from binade.app.questions.why import compute as why_compute
 from binade.app.view import View
 from binade.collector import Recorder
 from binade.collector.advice import scales
-from binade.data import comparison
+from binade.data import loss_gaps
 from binade.data.catalog import SHOWN_ERRORS, STATISTICS, Catalog
 from binade.data.filter import Filter
 from binade.data.gradients import gradient_errors, gradient_summary
@@ -734,13 +734,13 @@ class TestRecipes:
 
     def test_gaps_are_the_losses_differences(self, catalog, table):
         losses = {run_id: read_losses(catalog.root / run_id) for run_id in table["run_id"]}
-        gaps = comparison.loss_gaps(table, losses)
+        gaps = loss_gaps.loss_gaps(table, losses)
         assert sorted(set(gaps["iteration"])) == [0, 1]
         base = {r["iteration"]: r["loss"] for r in losses[table["references"].iloc[0][0]]}
         for row in gaps.itertuples():
             own = {r["iteration"]: r["loss"] for r in losses[row.run_id]}
             assert row.gap == own[row.iteration] - base[row.iteration]
-        costs = comparison.costs(gaps, comparison.with_outcomes(table, losses))
+        costs = loss_gaps.costs(gaps, loss_gaps.with_outcomes(table, losses))
         assert costs["gap"].is_monotonic_decreasing and set(costs["label"]) == {"hifp8", "mxfp8", "mxfp4"}
 
     def test_a_run_without_a_baseline_is_named(self, catalog, table):
@@ -761,7 +761,7 @@ class TestRecipes:
         columns = ["run_id", "name", "settings", "start", "gap", "only", "spec"]
         costs = pd.DataFrame(rows, columns=columns).assign(label=lambda table: table["name"] + table["run_id"])
         costs = costs.assign(first=costs["gap"] / 2, added=math.nan, diverged=math.nan, outcome=None)
-        qk, pv = comparison.by_recipe(costs, costs["run_id"].tolist())
+        qk, pv = loss_gaps.by_recipe(costs, costs["run_id"].tolist())
         assert (qk.label, pv.label) == ("QK_mxfp4b", "PV_mxfp4") and pv.gaps == {"1": 0.1, "2": 0.4}
         assert pv.first == {"1": 0.05, "2": 0.2} and pv.added == {}
         expected = stats.ttest_1samp([0.1, 0.4], 0).confidence_interval(0.95)

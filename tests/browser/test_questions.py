@@ -29,7 +29,7 @@ from binade.app.questions.shared.scope import scoped, unrounded
 from binade.app.questions.shared.selection import worst as worst_of
 from binade.app.questions.what_if import compute as what_if_compute
 from binade.app.view import View
-from binade.data import comparison
+from binade.data import loss_gaps
 from binade.data.catalog import Catalog
 from binade.data.fields import FIELDS
 from binade.data.filter import Filter
@@ -286,8 +286,8 @@ def test_is_it_normal(visitor: Visitor, catalog: Catalog, worst: str):
 def test_which_part_costs_the_most_loss(visitor: Visitor, catalog: Catalog):
     visitor.ask("runs", "recipes")
     table = runs_with_references(catalog.runs(), catalog.parts())
-    gaps = comparison.loss_gaps(table, {run_id: read_losses(catalog.root / run_id) for run_id in table["run_id"]})
-    costs = comparison.costs(gaps, table)
+    gaps = loss_gaps.loss_gaps(table, {run_id: read_losses(catalog.root / run_id) for run_id in table["run_id"]})
+    costs = loss_gaps.costs(gaps, loss_gaps.with_outcomes(table, {}))
     alone = costs[costs["only"].notna()]
     assert set(alone["only"]) == {"QK", "PV", "linear"}
     assert visitor.answer.startswith(

@@ -11,6 +11,7 @@ from scipy import stats
 from binade.data import evidence
 from binade.data.evidence import GAP, Measure, Sentence, say
 from binade.data.student import noncentrality
+from binade.data.trends import taus_of
 
 DB = Measure("sqnr_db", "SQNR", "dB", low_is_bad=True, format=".1f", resolution=0.1)
 SHARE = Measure("flush_to_zero", "Flushed", "%")
@@ -43,7 +44,7 @@ class TestEstimates:
         assert found.value == pytest.approx(slope) and math.isinf(
             found.high - found.low
         )  # it depends on what is unknown
-        assert evidence._taus(np.array([values]))[0] == pytest.approx(stats.kendalltau(at, values).statistic)
+        assert taus_of(np.array([values]))[0] == pytest.approx(stats.kendalltau(at, values).statistic)
         assert found.measure.quantity(found.value) == f"−{abs(slope):.3g} dB per iteration"
         assert stats.kendalltau(at, values).pvalue < found.p < 0.05
         assert evidence.trend(DB, at[::-1], values[::-1], "iterations") == found  # in any order

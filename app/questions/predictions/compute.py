@@ -14,8 +14,8 @@ from binade.collector.recipes.files import draft_of
 from binade.collector.recipes.recipe import RecipeError
 from binade.data import evidence
 from binade.data.catalog import Catalog
-from binade.data.comparison import loss_gaps
 from binade.data.filter import Filter
+from binade.data.loss_gaps import loss_gaps
 from binade.data.run_table import OF_MODEL, losses_of, references_in, runs_with_references
 from binade.quant.specs import SpecError
 

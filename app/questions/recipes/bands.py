@@ -9,9 +9,9 @@ from typing import Any
 import pandas as pd
 
 from binade.app.figure import Column, Table
-from binade.data.comparison import RecipeRuns
 from binade.data.evidence import GAP
 from binade.data.gap_bands import Band
+from binade.data.loss_gaps import RecipeRuns
 from binade.data.published_gaps import published_for
 from binade.data.run_table import references_in
 

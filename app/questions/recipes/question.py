@@ -26,7 +26,7 @@ from binade.app.questions.shared.unscaled import with_scale
 from binade.app.style import MEASURES
 from binade.collector.recipes.ladder import ladders
 from binade.collector.recipes.parse import linear_formats_of
-from binade.data import comparison, evidence
+from binade.data import comparison, evidence, loss_gaps
 from binade.data.ablation import JUDGED, RUNG_FIELDS, ablation, iterations_of
 from binade.data.catalog import Catalog
 from binade.data.comparison import (
@@ -42,6 +42,7 @@ from binade.data.comparison import (
     measured_sentence,
     no_reference,
     operand_table,
+    operands_left,
     with_effects,
 )
 from binade.data.fields import Field
@@ -190,7 +191,7 @@ def cost(opened: Catalog, where: Filter, table: pd.DataFrame, base: str = BF16) 
     costs, recipes = compared.costs, compared.recipes
     if costs.empty:
         return Drawn(problems=(f"No run has an iteration in common with {base} yet.",))
-    worst = comparison.worst_first(recipes)[: style.MAX_GROUPS]
+    worst = loss_gaps.worst_first(recipes)[: style.MAX_GROUPS]
     latest = [recipe for recipe in recipes if recipe in worst]
     against = "their bf16 runs" if base == BF16 else base
     first = source(where, f"{counted(len(costs), 'run')} and {against}, from loss.jsonl")
@@ -225,7 +226,7 @@ def cost(opened: Catalog, where: Filter, table: pd.DataFrame, base: str = BF16) 
         Table("recipes", every, _known(every), title="Recipes"),
         Table("costs", listed, columns, title="Runs", foldable=True),
         *[Table("operands", operands, _columns(OPERAND_FIELDS), title="Operands", foldable=True)] * bool(len(operands)),
-        *map(Text, compared.missing),
+        *map(Text, (*compared.missing, *filter(None, [operands_left(recipes)]))),
         *published,
     )
     caveat = rounded_twice(json.loads(configs[recipe.run_id]) for recipe in recipes)
@@ -238,7 +239,7 @@ def cost(opened: Catalog, where: Filter, table: pd.DataFrame, base: str = BF16) 
 
 def _gaps_figure(
     compared: comparison.Comparison,
-    latest: Sequence[comparison.RecipeRuns],
+    latest: Sequence[loss_gaps.RecipeRuns],
     table: pd.DataFrame,
     looks: dict[str, tuple[str, int]],
     base: str,
@@ -339,8 +340,8 @@ def ladder(
     """An ablation: what each rung of the ladder costs, and whether the seeds separate it. name, at: of the gradients
     that are compared, "" for none."""
     losses = losses_of(opened, table["run_id"].tolist(), lost=True)
-    table = comparison.with_outcomes(table, losses)
-    gaps = comparison.loss_gaps(table, losses)
+    table = loss_gaps.with_outcomes(table, losses)
+    gaps = loss_gaps.loss_gaps(table, losses)
     answer = ablation(opened, table, gaps, chosen, name, at, done)
     if answer is None:
         return Drawn(problems=(no_reference(table) or NO_GAP,))

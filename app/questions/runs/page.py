@@ -211,8 +211,13 @@ def _table(
         on_select="rerun", selection_mode="multi-row", height=height_of(len(table)),
     )  # fmt: skip
     _actions(view, table.iloc[[row for row in event["selection"]["rows"] if row < len(table)]])
-    for run in table.dropna(subset=["reason"]).head(MOST_REASONS).itertuples():  # too long for a cell
+    reasons = table.dropna(subset=["reason"])
+    for run in reasons.head(MOST_REASONS).itertuples():  # too long for a cell
         st.caption(plain(f"{run.state} · {run.run_id}: {run.reason}"))
+    if len(reasons) > MOST_REASONS:
+        st.caption(f"The reasons of the {MOST_REASONS} newest runs; {len(reasons) - MOST_REASONS} more have one.")
+    if len(runs) > MOST_RUNS:
+        st.caption(f"Losses, gaps and divergence are of the {MOST_RUNS} newest of {len(runs):,} runs.")
 
 
 def _actions(view: View, runs: pd.DataFrame) -> None:

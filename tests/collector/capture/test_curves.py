@@ -26,8 +26,9 @@ from binade.collector.imports.readers.series import Columns
 from binade.collector.recipes.files import to_toml
 from binade.collector.recipes.parse import parse_recipe
 from binade.data.catalog import Catalog
-from binade.data.comparison import costs, gradient_pairs, loss_gaps, with_outcomes
+from binade.data.comparison import gradient_pairs
 from binade.data.filter import Filter
+from binade.data.loss_gaps import costs, loss_gaps, with_outcomes
 from binade.data.run_table import losses_of, runs_with_references
 from binade.data.runs import RunError, RunInfo, check_losses, list_runs, read_run, read_steps
 from binade.data.same_data import window_of
