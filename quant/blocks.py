@@ -16,6 +16,7 @@ from torch import Tensor
 from binade.quant.codes import encode
 from binade.quant.elements import Element
 from binade.quant.formats import Format
+from binade.quant.memory import ordinary
 from binade.quant.quantizer import outer_absmax
 from binade.quant.reference import from_blocks, noise_blocks, per_group, quantize_blocks, to_blocks
 from binade.quant.rounding import floor_log2
@@ -167,8 +168,8 @@ def look(
     source     what is rounded in place of x: x as an earlier GEMM rounded it. Errors remain those against x
     """
     spec = Spec.of(fmt, **options)
-    sign_seed = seed if sign_seed is None else sign_seed
-    coded = transform(x if source is None else source, spec, dim, sign_seed)
+    x, sign_seed = ordinary(x), seed if sign_seed is None else sign_seed
+    coded = transform(x if source is None else ordinary(source), spec, dim, sign_seed)
     block = GROUP if not spec.has_blocks else spec.block
     absmax = outer_absmax(coded, spec, dim) if absmax is None else absmax
     absmax = per_group(absmax, coded, dim, block) if absmax.dim() else absmax
@@ -188,7 +189,7 @@ def look(
 
 def energy(x: Tensor) -> float:
     """Σx² over the finite values, in float64."""
-    values = x.detach().double()
+    values = ordinary(x).double()
     return float(torch.where(values.isfinite(), values, 0.0).square().sum())
 
 
@@ -222,7 +223,9 @@ def code_tiers(element: Element) -> tuple[str, ...]:
     tapered = len(element.tiers) > 1
     values = list(element.values.values())
     names = []
-    for value, exponent in zip(values, floor_log2(torch.tensor(values, dtype=torch.float32)).tolist(), strict=True):
+    for value, exponent in zip(
+        values, floor_log2(torch.tensor(values, dtype=torch.float32, device="cpu")).tolist(), strict=True
+    ):
         if not math.isfinite(value):
             names.append(SPECIAL)
         elif value == 0:

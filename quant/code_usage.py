@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from binade.quant.formats import Format
-from binade.quant.quantizer import quantize
+from binade.quant.quantizer import check_tensor, quantize
 from binade.quant.reference import to_blocks
 from binade.quant.rounding import floor_log2
 from binade.quant.specs import Spec
@@ -59,9 +59,10 @@ class Usage:
 def usage(x: Tensor, fmt: str | Format | Spec, dim: int = -1, *, seed: int = 0, **options: object) -> Usage:
     """The codes and scale exponents that x takes in a format. Options as in `fake_quantize`."""
     spec = Spec.of(fmt, **options)
+    x = check_tensor(x, dim, seed)
     stored = quantize(x, spec, dim, seed=seed)
     element, codes = spec.format.element, stored.unpacked_codes()
-    exponents = torch.zeros(0, dtype=torch.int64)
+    exponents = torch.zeros(0, dtype=torch.int64, device="cpu")
     if not x.numel():
         codes = codes.reshape(-1)[:0]
     elif stored.scales is not None:

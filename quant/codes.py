@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 @lru_cache(maxsize=32)
 def decode_table(element: Element) -> Tensor:
     """The value of each code, float32 [2^bits]."""
-    return torch.tensor([element.values[code] for code in range(1 << element.bits)], dtype=torch.float32)
+    return torch.tensor([element.values[code] for code in range(1 << element.bits)], dtype=torch.float32, device="cpu")
 
 
 @lru_cache(maxsize=32)
@@ -29,7 +29,8 @@ def _encode_table(element: Element) -> tuple[Tensor, Tensor, int]:
         else:
             code_of.setdefault(value, code)  # +0 comes before -0
     values = sorted(code_of)
-    return torch.tensor(values, dtype=torch.float32), torch.tensor([code_of[v] for v in values]), nan
+    codes = torch.tensor([code_of[v] for v in values], device="cpu")
+    return torch.tensor(values, dtype=torch.float32, device="cpu"), codes, nan
 
 
 def encode(values: Tensor, element: Element) -> Tensor:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from binade.quant.blocks import GROUP, Blocks
+from binade.quant.memory import ordinary
 from binade.quant.quantizer import outer_absmax
 from binade.quant.reference import from_blocks, noise_blocks, per_group, quantize_blocks, to_blocks
 from binade.quant.rounding import round_to_element
@@ -93,16 +94,17 @@ def error_causes(
     """The causes of the error of x [any shape, on the CPU] in a format, blocks along `dim`, by the reference, piece by
     piece. A spec that transforms values is measured on the coded ones. seed, sign_seed, absmax and source as in
     `blocks.look`."""
-    signs = seed if sign_seed is None else sign_seed
-    of_x, coded = (transform(y, spec, dim, signs) if y.numel() else y for y in (x, x if source is None else source))
+    x, signs = ordinary(x), seed if sign_seed is None else sign_seed
+    sources = (x, x if source is None else ordinary(source))
+    of_x, coded = (transform(y, spec, dim, signs) if y.numel() else y for y in sources)
     block = GROUP if not spec.has_blocks else spec.block
     absmax = outer_absmax(coded, spec, dim) if absmax is None else absmax
     absmax = per_group(absmax, coded, dim, block) if absmax.dim() and coded.numel() else absmax
     u = noise_blocks(coded, spec, dim, block, seed)
     blocks, xs = to_blocks(coded, dim, block), to_blocks(of_x, dim, block)
-    squares = torch.zeros(blocks.shape, dtype=torch.float32)
-    noise, total = torch.zeros(len(CAUSES), dtype=torch.float64), torch.zeros(5, dtype=torch.float64)
-    by_binade = torch.zeros(len(CAUSES) * (HIGHEST - LOWEST), dtype=torch.float64)
+    squares = torch.zeros(blocks.shape, dtype=torch.float32, device="cpu")
+    noise, total = (torch.zeros(size, dtype=torch.float64, device="cpu") for size in (len(CAUSES), 5))
+    by_binade = torch.zeros(len(CAUSES) * (HIGHEST - LOWEST), dtype=torch.float64, device="cpu")
     rounded_scale = spec.has_blocks and spec.scaling.stored is not None and not spec.scaling.per_element
     rows = max(1, PIECE // max(blocks.shape[-1], 1))
     for start in range(0, len(blocks) if x.numel() else 0, rows):

@@ -23,6 +23,7 @@ from binade.quant.definitions import METRICS as METRICS
 from binade.quant.elements import RoundingMode
 from binade.quant.formats import Format
 from binade.quant.later import Later, LaterPart
+from binade.quant.memory import ordinary
 from binade.quant.quantizer import DTYPES, apply, check_tensor, outer_absmax
 from binade.quant.reference import from_blocks, per_group, to_blocks
 from binade.quant.scaling import has_kernel
@@ -81,9 +82,9 @@ def errors(x: Tensor, q: Tensor) -> Errors:
 def _error_sums(x: Tensor, q: Tensor, over: Tensor | None = None) -> Tensor:
     """The numbers of ScoreNumber, float64 on x's device. over: which elements saturate, bool of x's shape; none by
     default. It does not wait for a GPU. Raises ValueError for different shapes."""
+    x, q = ordinary(x), ordinary(q)
     if x.shape != q.shape:
         raise ValueError(f"x has shape {tuple(x.shape)}, its quantized version {tuple(q.shape)}: they must be equal")
-    x, q = x.detach(), q.detach()
     if over is None:
         if (numbers := cpu.measure(x, q)) is not None:
             return torch.from_numpy(numbers)
@@ -216,6 +217,7 @@ def compare(
     Raises:
         ValueError: x and y have different shapes.
     """
+    x, y = ordinary(x), ordinary(y)
     metrics = asdict(errors(x, y))
     used = dict.fromkeys(("codes_used", "code_entropy_bits", "scale_exponent_min", "scale_exponent_max"), math.nan)
     if fmt is not None:
@@ -289,7 +291,7 @@ def score_later(
     ones rounded, but for the errors of a centered spec, which refer to x; SQNR is the same before and after a rotation.
     absmax: of the outer block, if it is known."""
     if spec.transforms and x.numel():
-        check_tensor(x, dim, seed)
+        x = check_tensor(x, dim, seed)
         sign_seed = seed if sign_seed is None else sign_seed
         coded, plain = transform(x, spec, dim, sign_seed), untransformed(spec)
         errors = score_later(coded, plain, dim, backend, seed=seed, absmax=absmax)
@@ -300,11 +302,11 @@ def score_later(
     countable = not spec.has_blocks and spec.rounding != RoundingMode.STOCHASTIC
     if codes and countable and len(codes.values) < x.numel():
         return Later(lambda: _score_counted(codes, spec))
-    check_tensor(x, dim, seed)
+    x = check_tensor(x, dim, seed)
     if _has_triton(x, backend) and has_kernel(spec):
-        return _errors(_triton_score(x.detach(), None, spec, dim, None, absmax, seed)[0], x.numel())
+        return _errors(_triton_score(x, None, spec, dim, None, absmax, seed)[0], x.numel())
     if x.device.type == "cpu" and resolve_backend(backend, x) == Backend.TORCH and x.numel():
-        numbers = cpu.score(x.detach(), spec, dim, seed)
+        numbers = cpu.score(x, spec, dim, seed)
         if numbers is not None:
             return Later.known(_measured(numbers, x.numel()))
     q, scales = apply(x, spec, dim, backend, want_scales=True, seed=seed, absmax=absmax)
@@ -314,8 +316,8 @@ def score_later(
 def streamed_score(x: Tensor, fmt: str | Format | Spec, dim: int = -1, **options: object) -> Errors | None:
     """As `score` for a tensor on the CPU, without memory for a second tensor; None if no kernel supports it."""
     spec = Spec.of(fmt, **options)
-    check_tensor(x, dim)
-    numbers = None if spec.transforms or not x.numel() else cpu.score(x.detach(), spec, dim)
+    x = check_tensor(x, dim)
+    numbers = None if spec.transforms or not x.numel() else cpu.score(x, spec, dim)
     return None if numbers is None else _measured(numbers, x.numel())
 
 
@@ -345,7 +347,7 @@ def errors_later(
 ) -> Later[Errors]:
     """As `score_later`, for a q that is already computed, with scales as `quantizer.apply` returns them. absmax: as
     given to `quantizer.apply`."""
-    x, q = x.detach(), q.detach()
+    x, q = ordinary(x), ordinary(q)
     if not x.numel():
         return Later.known(errors(x, q))
     if (numbers := cpu.measure(x, q, spec, dim, scales)) is not None:
@@ -402,7 +404,7 @@ def score_blocks_later(
 ) -> tuple[Later[Errors], Later[dict[str, Histogram]]]:
     """As `errors_later` and `block_histograms_later`, for a nonempty x, in one pass if there is a kernel for both.
     Without q, x is rounded here."""
-    x = x.detach()
+    x = ordinary(x)
     sums = cpu.score(x, spec, dim, blocks=True) if q is None else cpu.measure(x, q, spec, dim, scales, blocks=True)
     if sums is not None:
         return Later.known(_measured(sums, x.numel())), Later.known(histograms(sums[len(ScoreNumber) :]))
@@ -444,13 +446,13 @@ def scores_later(
 ) -> list[tuple[Later[Errors], Later[dict[str, Histogram]] | None]]:
     """`score_later` for each spec; with `blocks`, of those that have blocks also `block_histograms_later`. Formats for
     which Triton has a kernel share a pass over x. codes: `counted(x)`, if it is known."""
-    x = x.detach()
+    x = ordinary(x)
     scores: dict[Spec, tuple[Later[Errors], Later[dict[str, Histogram]] | None]] = {}
     together = [spec for spec in specs if _has_triton(x) and has_kernel(spec) and not spec.transforms]
     if together:
         from binade.quant.backends import triton_kernels  # as in _triton_score
 
-        check_tensor(x, dim)
+        x = check_tensor(x, dim)
         results = triton_kernels.score_formats(x, together, dim, blocks=blocks)
         for spec, (numbers, counts) in zip(together, results, strict=True):
             histogram = None if counts is None else Later(histograms, LaterPart(counts))

@@ -32,7 +32,7 @@ def _of(spec: Spec) -> float:
     from binade.quant.metrics import score  # imports torch
 
     number = SIDE * SIDE
-    quantiles = torch.special.ndtri((torch.arange(number, dtype=torch.float64) + 0.5) / number).float()
+    quantiles = torch.special.ndtri((torch.arange(number, dtype=torch.float64, device="cpu") + 0.5) / number).float()
     order = torch.randperm(number, generator=torch.Generator().manual_seed(0))
     sqnr = score(quantiles[order].reshape(SIDE, SIDE), spec, -1).sqnr_db
     return sqnr if math.isfinite(sqnr) else math.nan

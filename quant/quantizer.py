@@ -12,6 +12,7 @@ from binade.quant import backends
 from binade.quant.backends import resolve_backend
 from binade.quant.codes import decode_table, encode, pack, unpack
 from binade.quant.formats import Format
+from binade.quant.memory import is_dtensor, on_local_part, ordinary, without_modes
 from binade.quant.reference import from_blocks, noise_blocks, per_group, quantize_blocks, to_blocks
 from binade.quant.reference import outer_absmax as outer_absmax
 from binade.quant.scaling import scale_nbytes
@@ -22,7 +23,8 @@ from binade.quant.transform import token_mean, transform, transform_back, untran
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def check_tensor(x: Tensor, dim: int, seed: int = 0) -> None:
+def check_tensor(x: Tensor, dim: int, seed: int = 0) -> Tensor:
+    """The values of x as an ordinary tensor, once x, the axis and the seed are known to fit."""
     if not isinstance(x, Tensor):
         raise TypeError(f"expected a torch.Tensor, not {type(x).__name__}")
     if x.dtype not in DTYPES:
@@ -34,6 +36,7 @@ def check_tensor(x: Tensor, dim: int, seed: int = 0) -> None:
     rank = max(x.dim(), 1)
     if not -rank <= dim < rank:
         raise ValueError(f"dim {dim} is out of range for a tensor of {x.dim()} axes: expected {-rank} to {rank - 1}")
+    return ordinary(x)
 
 
 def apply(
@@ -52,18 +55,18 @@ def apply(
     A spec that transforms values returns them transformed back, and the scales of the coded ones. absmax: the scale of
     delayed scaling. sign_seed: of random signs; default: seed.
     """
-    check_tensor(x, dim, seed)
+    x = check_tensor(x, dim, seed)
     chosen = resolve_backend(backend, x)
-    x = x.detach()
-    if not x.numel():
-        has_blocks = spec.has_blocks
-        return torch.empty_like(x), torch.empty(0, device=x.device) if want_scales and has_blocks else None
-    if spec.transforms:
-        signs = seed if sign_seed is None else sign_seed
-        coded, plain = transform(x, spec, dim, signs), untransformed(spec)
-        rounded, scales = apply(coded, plain, dim, backend, want_scales, seed, absmax)
-        return transform_back(rounded, x, spec, dim, signs).to(x.dtype), scales
-    return backends.quantize_dequantize(x, spec, dim, absmax, chosen, want_scales, seed)
+    with without_modes():
+        if not x.numel():
+            has_blocks = spec.has_blocks
+            return torch.empty_like(x), torch.empty(0, device=x.device) if want_scales and has_blocks else None
+        if spec.transforms:
+            signs = seed if sign_seed is None else sign_seed
+            coded, plain = transform(x, spec, dim, signs), untransformed(spec)
+            rounded, scales = apply(coded, plain, dim, backend, want_scales, seed, absmax)
+            return transform_back(rounded, x, spec, dim, signs).to(x.dtype), scales
+        return backends.quantize_dequantize(x, spec, dim, absmax, chosen, want_scales, seed)
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -85,7 +88,8 @@ def fake_quantize(
     (straight-through estimator).
 
     Args:
-        x: float32, bfloat16 or float16; any shape and strides, empty and 0-dim included.
+        x: float32, bfloat16 or float16; any shape and strides, empty and 0-dim included. Of a DTensor, each rank's part
+            is rounded on its own; another subclass without memory of its own gives the values that it stands for.
         fmt: A name in FORMATS or the text of a spec, "nvfp4(block=16x16)"; a Spec or a Format.
         dim: The axis that blocks lie along, which is the one that the GEMM contracts. Its last block may be short.
         seed: Seeds stochastic rounding and random signs.
@@ -99,11 +103,14 @@ def fake_quantize(
     rounded to x's dtype.
 
     Raises:
-        TypeError: x is not a float32, bfloat16 or float16 tensor.
+        TypeError: x is not a float32, bfloat16 or float16 tensor, or has no values to read (sparse, nested, fake).
         ValueError: The format is unknown, an option does not apply or dim is out of range.
     """
     spec = Spec.of(fmt, **options)
-    if x.requires_grad if isinstance(x, Tensor) else False:
+    if is_dtensor(x):
+        return on_local_part(x, lambda part: fake_quantize(part, spec, dim, seed=seed, backend=backend))
+    if isinstance(x, Tensor) and x.requires_grad:
+        check_tensor(x, dim, seed)  # before torch refuses it in other words
         return cast(Tensor, _StraightThrough.apply(x, spec, dim, backend, seed))  # type: ignore[no-untyped-call]  # torch
     return apply(x, spec, dim, backend, seed=seed)[0]
 
@@ -168,8 +175,7 @@ class Quantized:
 def quantize(x: Tensor, fmt: str | Format | Spec, dim: int = -1, *, seed: int = 0, **options: object) -> Quantized:
     """Quantize x to the codes and scales of a format. Arguments and errors are those of `fake_quantize`."""
     spec = Spec.of(fmt, **options)
-    check_tensor(x, dim, seed)
-    x = x.detach()
+    x = check_tensor(x, dim, seed)
     dim = dim % x.dim() if x.dim() else 0
     coded = transform(x, spec, dim, seed) if x.numel() else x
     absmax = outer_absmax(coded, spec, dim)

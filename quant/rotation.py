@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from binade.quant.memory import ordinary
 from binade.quant.rounding import noise
 from binade.quant.specs import Spec
 
@@ -30,10 +31,11 @@ def hadamard_rotate(x: Tensor, dim: int = -1, block: int = 32) -> Tensor:
     """
     if block < 1 or block & (block - 1):
         raise ValueError(f"a Hadamard block must be a power of two, not {block}")
+    x = ordinary(x)
     axis = x.shape[dim] if x.dim() else 1
     if axis % block:
         raise ValueError(f"a Hadamard block of {block} does not divide an axis of {axis} values")
-    rows = x.detach().float().movedim(dim, -1) if x.dim() else x.detach().float().reshape(1)
+    rows = x.float().movedim(dim, -1) if x.dim() else x.float().reshape(1)
     y = rows.reshape(-1, block)
     half = 1
     while half < block:  # the fast transform: log2(block) passes of sums and differences
@@ -64,7 +66,7 @@ def _fixed_signs(device: torch.device) -> Tensor:
 
 def rotate(x: Tensor, spec: Spec, dim: int, seed: int) -> Tensor:
     """x · diag(signs) · H in runs of `spec.hadamard` along `dim`, which is padded with zeros to whole runs: float32."""
-    rows = x.detach().float().movedim(dim, -1) if x.dim() else x.detach().float().reshape(1)
+    rows = x.float().movedim(dim, -1) if x.dim() else x.float().reshape(1)
     rows = pad(rows, (0, -rows.shape[-1] % spec.hadamard))
     diagonal = signs(spec, seed, x.device)
     if diagonal is not None:

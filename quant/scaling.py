@@ -411,7 +411,7 @@ class TwoLevel(Scaling):
     def of_tensor(self, spec: Options, absmax: float) -> float | None:
         if self.outer != TENSOR or self.of_blocks:
             return None
-        return float(self.tensor_scale(spec, torch.tensor(absmax, dtype=torch.float32)))
+        return float(self.tensor_scale(spec, torch.tensor(absmax, dtype=torch.float32, device="cpu")))
 
     def wanted(self, largest: Tensor, spec: Options, absmax: Tensor) -> tuple[Tensor, ...]:
         inverse = torch.full((), 1.0 / spec.format.max, dtype=torch.float32, device=largest.device)

@@ -140,7 +140,7 @@ class Scaling:
         that follows from it scales the whole tensor."""
         if spec.block != TENSOR:
             return None
-        largest = torch.tensor(absmax, dtype=torch.float32)
+        largest = torch.tensor(absmax, dtype=torch.float32, device="cpu")
         return float(self.of_largest(largest, spec, largest))
 
     def wanted(self, largest: Tensor, spec: Options, absmax: Tensor) -> tuple[Tensor, ...]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from binade.quant.backends.native import share_out
+from binade.quant.memory import address, ordinary
 from binade.quant.quantizer import DTYPES
 from binade.quant.reference import to_blocks
 from binade.quant.specs import Block
@@ -21,7 +22,7 @@ DEVICE_CHUNK = 1 << 24
 
 def outlier_ratio(x: Tensor, k: float = 6.0) -> float:
     """#(|x - mean| > k·std) / n over the finite elements; NaN without any. std is the population's."""
-    values = x.detach().reshape(-1)
+    values = ordinary(x).reshape(-1)
     values = values[values.isfinite()].double()
     if not values.numel():
         return math.nan
@@ -34,7 +35,8 @@ def channel_absmax(x: Tensor) -> Tensor:
     with NaN."""
     if not x.dim() or not x.numel():
         raise ValueError(f"expected a tensor with a channel axis and at least one token, not shape {tuple(x.shape)}")
-    rows = x.detach().reshape(-1, x.shape[-1])
+    x = ordinary(x)
+    rows = x.reshape(-1, x.shape[-1])
     if x.device.type == "cpu":
         return cell_absmax(rows, len(rows), 1)[0]
     bits = {2: torch.int16, 4: torch.int32}.get(x.element_size())
@@ -49,7 +51,7 @@ def cell_absmax(x: Tensor, height: int, width: int) -> Tensor:
     """max|x| of each cell of height × width values of a matrix on the CPU: [rows, columns] -> [cells, cells] float32. A
     cell with NaN gives NaN. The matrix, which may be mapped from a file, is read once, in pieces, on all threads of
     torch."""
-    x = x.detach()
+    x = ordinary(x)
     if x.dtype not in DTYPES:
         x = x.float()
     # Magnitudes have the order of their bits; NaN comes last. torch takes many times as long for a maximum over rows.
@@ -84,7 +86,7 @@ def _array(x: Tensor) -> np.ndarray:
     """A tensor's memory as an array, for as long as the tensor lives. `Tensor.numpy` would forbid resizing its storage,
     which FSDP does."""
     span = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1
-    memory = (ctypes.c_char * max(0, span * x.element_size())).from_address(x.data_ptr())
+    memory = (ctypes.c_char * max(0, span * x.element_size())).from_address(address(x))
     strides = [stride * x.element_size() for stride in x.stride()]
     return np.ndarray(tuple(x.shape), str(x.dtype).removeprefix("torch."), memoryview(memory), strides=strides)
 
@@ -92,8 +94,8 @@ def _array(x: Tensor) -> np.ndarray:
 def block_crest_factor(x: Tensor, dim: int = -1, block_size: int = 32) -> Tensor:
     """absmax / rms of each block along `dim`, [groups] float64 in the order of `reference.to_blocks`; NaN for an
     all-zero block. The padding of a short block is left out."""
-    block = Block(1, block_size)
-    blocks = to_blocks(x.detach(), dim, block).double()
+    block, x = Block(1, block_size), ordinary(x)
+    blocks = to_blocks(x, dim, block).double()
     count = to_blocks(torch.ones_like(x, dtype=torch.bool), dim, block).sum(-1)
     return blocks.abs().amax(-1) / (blocks.square().sum(-1) / count).sqrt()
 
@@ -105,6 +107,7 @@ def stable_rank(a: Tensor) -> float:
     """
     if a.dim() != 2 or not a.numel():
         raise ValueError(f"expected a matrix, not a tensor of shape {tuple(a.shape)}")
+    a = ordinary(a)
     if not bool(a.isfinite().all()):
         raise ValueError("the matrix contains NaN or Inf: its singular values are undefined")
     squares = torch.linalg.svdvals(a.detach().double()).square()

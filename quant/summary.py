@@ -18,6 +18,7 @@ from binade.quant.backends import Backend, moments, resolve_backend
 from binade.quant.backends.counts import Counted, counted
 from binade.quant.backends.moments import Pass
 from binade.quant.later import Later
+from binade.quant.memory import ordinary
 from binade.quant.sketch import BINS, INFINITY_BIN, SIGN_BIN, Sketch, bin_edges
 
 __all__ = ["BINS", "INFINITY_BIN", "SIGN_BIN", "Sketch", "Summary", "bin_edges", "summarize"]
@@ -87,11 +88,12 @@ def summarize_later(
         raise TypeError(
             f"dtype {str(x.dtype).removeprefix('torch.')} cannot be summarized: expected float32, bfloat16 or float16"
         )
+    x = ordinary(x)
     chosen = resolve_backend(backend, x)
     if chosen == Backend.TORCH and not sketch and (sums := moments.measured_later(x)):
         numel = x.numel()
         return Later(lambda: _from_pass(numel, sums()))
-    x = x.detach().reshape(-1)
+    x = x.reshape(-1)
     if chosen == Backend.TRITON and x.numel():
         from binade.quant.backends import triton_summary  # imported at its first use, as only this needs triton
 

@@ -39,7 +39,7 @@ def hot_channels_later(x: Tensor) -> Later[tuple[np.ndarray, float]]:
 
     Channels that hold NaN or Inf or nothing but zeros are not among them. The ratio is NaN where the median is 0.
     """
-    absmax = channel_absmax(x) if x.dim() > 1 and x.numel() else torch.zeros(0, dtype=torch.float32)
+    absmax = channel_absmax(x) if x.dim() > 1 and x.numel() else torch.zeros(0, dtype=torch.float32, device="cpu")
     absmax = torch.where(absmax.isfinite(), absmax, 0.0)
     values, order = absmax.sort(descending=True, stable=True)
 
@@ -126,9 +126,9 @@ def _edge_by_chance(spec: Spec, deviation: float, absmax: float, dtype: torch.dt
     spec = Spec.of(spec, history=0) if spec.history else spec
     rows = max(-(-CHANCE_SAMPLE // columns), spec.block.rows or 1 if spec.block else 1)
     seed = zlib.crc32(repr((deviation, absmax)).encode())  # so that the errors of several tensors do not agree
-    drawn = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
+    drawn = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed), dtype=torch.float32, device="cpu")
     x = (drawn * deviation).to(dtype)
-    shared = torch.tensor(absmax, dtype=torch.float32) if absmax else None
+    shared = torch.tensor(absmax, dtype=torch.float32, device="cpu") if absmax else None
     q, scales = apply(x, spec, want_scales=True, absmax=shared)
     at = _places(x.numel(), CHANCE_SAMPLE, x.device)
     scale = _scale(at, x, spec, scales, -1, shared)

@@ -13,6 +13,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 import torch
@@ -22,6 +23,7 @@ from binade.collector.capture.adapters.dtensor import is_dtensor
 from binade.collector.capture.adapters.products import tensors_in
 from binade.collector.capture.writing import copy_later
 from binade.data.runs import RunWriter
+from binade.quant.memory import ordinary
 
 SAMPLE = 64  # values of each parameter that are hashed at the start
 MOST = 1 << 20  # values of an input that are hashed; of integers, all
@@ -147,9 +149,11 @@ def hash_of(tensors: Iterable[Tensor]) -> str:
 
 
 def sample_of(model: nn.Module) -> list[Tensor]:
-    """Some values of each parameter, evenly spaced."""
-    parameters: list[Any] = [p.detach() for p in model.parameters()]
-    flat = [(x.to_local() if is_dtensor(x) else x).reshape(-1) for x in parameters]
+    """Some values of each parameter that has values, evenly spaced."""
+    flat = []
+    for parameter in model.parameters():
+        with suppress(TypeError):
+            flat.append(ordinary(parameter).reshape(-1))
     samples: list[Tensor] = [x[:: max(1, len(x) // SAMPLE)][:SAMPLE].float() for x in flat if x.is_floating_point()]
     devices = dict.fromkeys(x.device for x in samples)
     return [torch.cat([x for x in samples if x.device == device]) for device in devices]

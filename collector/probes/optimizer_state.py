@@ -158,7 +158,10 @@ class StateRounder(Probe):
         """Round a tensor of a parameter of this name in place. state: of the parameter."""
         local: Tensor = x.to_local() if is_dtensor(x) else x  # type: ignore[attr-defined]
         if isinstance(spec, Spec):
-            local.copy_(_rounded(local, spec, seed))
+            try:
+                local.copy_(_rounded(local, spec, seed))
+            except TypeError as error:
+                raise InstrumentError(f"{key} of {name} cannot be rounded to {spec}: {error}") from None
         elif local is not x:
             raise InstrumentError(f"{key} = {spec} rounds whole matrices, but {name} is divided: choose a spec")
         elif x.dim() != 2:

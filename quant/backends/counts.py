@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from binade.quant.backends import native
+from binade.quant.memory import address, ordinary
 
 CODES = 1 << 16
 CHUNK = 1 << 18
@@ -38,7 +39,7 @@ def counted(x: Tensor) -> Counted | None:
     """Counts a tensor's values by their codes; None for a tensor that is neither bfloat16 nor float16."""
     if x.dtype not in (torch.bfloat16, torch.float16):
         return None
-    used, counts = _distinct(x.detach().reshape(-1).contiguous().view(torch.int16))
+    used, counts = _distinct(ordinary(x).reshape(-1).contiguous().view(torch.int16))
     return Counted(x.dtype, torch.from_numpy(used.view(np.int16)).view(x.dtype).float().numpy(), counts)
 
 
@@ -47,7 +48,7 @@ def upper_counts(x: Tensor) -> tuple[np.ndarray, np.ndarray]:
 
     The intervals of `sketch.bin_edges(upper, 16)` bound every value within 1/128 of itself (2^-133 for subnormals).
     """
-    halves = x.detach().reshape(-1).contiguous().view(torch.int16)
+    halves = ordinary(x).reshape(-1).contiguous().view(torch.int16)
     used, counts = _distinct(halves[1 if sys.byteorder == "little" else 0 :: 2])
     return used.astype(np.int64), counts
 
@@ -70,7 +71,7 @@ def _compiled(codes: Tensor, library: ctypes.CDLL) -> tuple[np.ndarray, np.ndarr
     threads = max(1, min(torch.get_num_threads(), codes.numel() // PER_THREAD))
     library.distinct.restype = ctypes.c_int64
     distinct = library.distinct(
-        ctypes.c_void_p(codes.data_ptr()),
+        ctypes.c_void_p(address(codes)),
         ctypes.c_int64(codes.numel()),
         ctypes.c_int64(codes.stride(0) if codes.numel() else 1),
         ctypes.c_int64(threads),

@@ -26,6 +26,7 @@ from binade.quant.backends.runs import Runs
 from binade.quant.backends.score_numbers import ScoreNumber
 from binade.quant.block_histograms import BLOCK_MEASURES, COUNTS
 from binade.quant.elements import Element, Overflow, RoundingMode
+from binade.quant.memory import address
 from binade.quant.reference import outer_absmax
 from binade.quant.rounding import round_to_element
 from binade.quant.scaling import has_kernel, kernel_of
@@ -43,7 +44,7 @@ ANY = Spec.of("mxfp8")  # the build for functions that need no particular one: t
 PART = 1 << 15
 # A piece that keeps the reference's dozen temporaries in a core's cache.
 PIECE = 1 << 16
-NO_LIMIT = torch.zeros((), dtype=torch.float64)
+NO_LIMIT = torch.zeros((), dtype=torch.float64, device="cpu")
 
 
 class _Format(ctypes.Structure):
@@ -77,7 +78,7 @@ class _Factors(ctypes.Structure):
     def of(cls, factors: Factors, rows: int = 1, per_axis: int = 1, inner: int = 1) -> _Factors:
         """Pointers into the factors of groups, which must stay alive."""
         return cls(
-            (ctypes.c_void_p * 4)(*(None if factor is None else factor.data_ptr() for factor in factors)),
+            (ctypes.c_void_p * 4)(*(None if factor is None else address(factor) for factor in factors)),
             (ctypes.c_int64 * 4)(*(int(factor is not None and factor.dim() > 0) for factor in factors)),
             *(rows, per_axis, inner),
         )
@@ -149,7 +150,7 @@ def _describe(element: Element, overflow: Overflow, rule: int, outer: float = 0.
 
 
 def _address(tensor: Tensor | None) -> int | None:
-    return tensor.data_ptr() if tensor is not None and tensor.numel() else None
+    return address(tensor) if tensor is not None and tensor.numel() else None
 
 
 @dataclass(frozen=True)
@@ -201,8 +202,8 @@ class CpuRuns(Runs):
         return self._largest(self.layout)
 
     def _largest(self, layout: Layout) -> Tensor:
-        out = torch.empty(layout.rows * layout.inner, dtype=torch.float32)
-        pointers = self.x.data_ptr(), out.data_ptr()
+        out = torch.empty(layout.rows * layout.inner, dtype=torch.float32, device="cpu")
+        pointers = address(self.x), address(out)
         self._share_out(lambda *items: self.run.largest(*pointers, *layout.sizes, *items), layout)
         return out
 
@@ -218,23 +219,23 @@ class CpuRuns(Runs):
     def absmax(self) -> Tensor:
         """float32: the largest magnitude of the tensor, NaN if any is NaN."""
         size, length = self.x.numel(), 1 << 12
-        out = torch.empty(-(-size // length), dtype=torch.float32)
-        pointers = self.x.data_ptr(), out.data_ptr()
+        out = torch.empty(-(-size // length), dtype=torch.float32, device="cpu")
+        pointers = address(self.x), address(out)
         native.share_out(out.numel(), length, lambda *items: self.run.largest(*pointers, size, 1, length, *items))
         return out.amax()
 
     def moments(self) -> tuple[Tensor, Tensor]:
-        total, squares = torch.empty(2, self.layout.rows * self.layout.inner, dtype=torch.float64)
-        pointers = self.x.data_ptr(), total.data_ptr(), squares.data_ptr()
+        total, squares = torch.empty(2, self.layout.rows * self.layout.inner, dtype=torch.float64, device="cpu")
+        pointers = address(self.x), address(total), address(squares)
         self._share_out(lambda *items: self.run.moments(*pointers, *self.layout.sizes, *items))
         return total, squares
 
     def errors(self, tried: Sequence[Factors], square: bool) -> Tensor:
         runs = self.layout.rows * self.layout.inner
-        out = torch.empty(len(tried), runs, dtype=torch.float32)
+        out = torch.empty(len(tried), runs, dtype=torch.float32, device="cpu")
         described = _describe(self.spec.format.element, Overflow.SATURATE, GIVEN)
         given = (_Factors * len(tried))(*map(self.given, tried))
-        pointers = ctypes.addressof(given), len(tried), self.x.data_ptr(), out.data_ptr(), runs
+        pointers = ctypes.addressof(given), len(tried), address(self.x), address(out), runs
         rest = *self.layout.sizes, square
         self._share_out(lambda *items: self.run.run_errors(ctypes.addressof(described), *pointers, *rest, *items))
         return out
@@ -253,9 +254,9 @@ class CpuRuns(Runs):
         run = kernel(unit, self.x.numel()) if unit else None
         if run is None:
             return round_to_element(scale, element, RoundingMode.NEAREST, Overflow.SATURATE)
-        scale, out = scale.contiguous(), torch.empty(scale.shape, dtype=torch.float32)
+        scale, out = scale.contiguous(), torch.empty(scale.shape, dtype=torch.float32, device="cpu")
         described, given = _describe(element, Overflow.SATURATE, GIVEN), _Factors.of(Factors())
-        pointers = ctypes.addressof(described), ctypes.addressof(given), scale.data_ptr(), out.data_ptr()
+        pointers = ctypes.addressof(described), ctypes.addressof(given), address(scale), address(out)
         native.share_out(out.numel(), 1, lambda *items: run.quantize(*pointers, None, 1, 1, 0, None, 0, 0, *items))
         return out
 
@@ -299,7 +300,7 @@ class _Call:
             absmax = runs.absmax()
         if rule is not None:
             absmax = outer_absmax(x, spec, dim) if absmax is None else absmax
-            scales = torch.empty(layout.rows * layout.inner, dtype=torch.float32) if want_scales else None
+            scales = torch.empty(layout.rows * layout.inner, dtype=torch.float32, device="cpu") if want_scales else None
             described = _describe(element, overflow, rule, scaling.kernel_constant(spec), spec.error == "mse")
             return cls(layout, described, None, None, scales, absmax, seed)
         factors, scales = runs.factors(absmax, want_scales)
@@ -324,7 +325,7 @@ def compiled(
     x = x.contiguous() if dtype in VALUES else x.float().contiguous()
     call = _Call.of(x, spec, dim, absmax, want_scales, seed, run)
     y = native.empty_like(x)
-    pointers = *call.head, x.data_ptr(), y.data_ptr(), _address(call.scales)
+    pointers = *call.head, address(x), address(y), _address(call.scales)
     native.share_out(
         call.layout.items, call.layout.per_item, lambda *items: run.quantize(*pointers, *call.tail, *items)
     )
@@ -354,9 +355,9 @@ def measure(
     x, y, gradient = x.contiguous(), y.contiguous(), None if gradient is None else gradient.contiguous()
     layout = Layout.of(x, spec, dim) if spec else Layout(x.numel(), 1, 0, 0, x.numel(), 1)
     scales = scales.contiguous() if scales is not None and layout.rows else None
-    pointers = x.data_ptr(), y.data_ptr(), _address(gradient), _address(scales)
+    pointers = address(x), address(y), _address(gradient), _address(scales)
     left, right = _limits(spec, outer_absmax(x, spec, dim), scales) if spec else (0.0, NO_LIMIT)
-    limits = left, right.data_ptr(), right.dim()
+    limits = left, address(right), right.dim()
     return _added_up(layout, blocks, lambda *rest: run.measure(*pointers, *layout.sizes, *limits, *rest))
 
 
@@ -371,8 +372,8 @@ def score(
     absmax = outer_absmax(x, spec, dim)
     call = _Call.of(x, spec, dim, absmax, True, seed, run)
     left, right = _limits(spec, absmax, call.scales)
-    limits = left, right.data_ptr(), right.dim()
-    pointers = *call.head, x.data_ptr(), _address(gradient), _address(call.scales)
+    limits = left, address(right), right.dim()
+    pointers = *call.head, address(x), _address(gradient), _address(call.scales)
     return _added_up(call.layout, blocks, lambda *rest: run.score(*pointers, *call.tail, *limits, *rest))
 
 
@@ -399,7 +400,7 @@ def _one_limit(spec: Spec) -> bool:
 def _limits(spec: Spec, absmax: Tensor, scales: Tensor | None) -> tuple[float, Tensor]:
     """`Scaling.saturation`, the second as float64: a scalar, or one number for each run."""
     left, right = spec.scaling.saturation(None if scales is None else scales.reshape(-1), spec, absmax)
-    return float(left), torch.as_tensor(right, dtype=torch.float64).contiguous()
+    return float(left), torch.as_tensor(right, dtype=torch.float64, device="cpu").contiguous()
 
 
 def _added_up(layout: Layout, blocks: bool, part: Callable[[int | None, int, int, int], None]) -> np.ndarray:
@@ -440,8 +441,8 @@ def in_pieces(x: Tensor, spec: Spec, dim: int, absmax: Tensor | None, seed: int)
         blocks = x.reshape(-1, 1024) if x.numel() % 1024 == 0 else x.reshape(-1, 1)
     else:
         blocks = reference.to_blocks(x, dim, spec.block)
-    y = torch.empty(blocks.shape, dtype=x.dtype)
-    scales = torch.empty(blocks.shape[0], 1, dtype=torch.float32)
+    y = torch.empty(blocks.shape, dtype=x.dtype, device="cpu")
+    scales = torch.empty(blocks.shape[0], 1, dtype=torch.float32, device="cpu")
     rows = max(1, PIECE // blocks.shape[1])
     for start in range(0, blocks.shape[0], rows):
         part = slice(start, start + rows)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from binade.quant.backends import native
+from binade.quant.memory import address
 
 UNITS = {
     torch.float32: native.Unit("moments.cpp", ("VALUE=float",)),
@@ -50,12 +51,12 @@ def measured_later(x: Tensor) -> Callable[[], Pass] | None:
         return None
     if not x.is_contiguous():  # a transposed tensor is not copied
         x = x.permute(sorted(range(x.dim()), key=x.stride, reverse=True)).contiguous()
-    moments, address = _declare(library), x.data_ptr()
+    moments, at = _declare(library), address(x)
     parts = [Sums() for _ in range(0, size, PART)]
 
     def some(first: int, last: int) -> None:
         for number in range(first, last):
-            moments(address, size, number * PART, min((number + 1) * PART, size), parts[number])
+            moments(at, size, number * PART, min((number + 1) * PART, size), parts[number])
 
     if len(parts) > 1:
         native.share_out(len(parts), native.PER_THREAD, some)

@@ -28,6 +28,7 @@ from threading import Lock, Thread
 import torch
 
 from binade.quant.cache_directory import cache_directory, writable
+from binade.quant.memory import address
 
 log = logging.getLogger(__name__)
 
@@ -152,7 +153,8 @@ def empty_like(x: torch.Tensor) -> torch.Tensor:
     """torch.empty_like, in huge pages where Linux has them, as NumPy does it: a page fault for every 4 KiB takes longer
     than rounding what they hold."""
     y = torch.empty_like(x)
-    start, end = -(-y.data_ptr() // PAGE) * PAGE, (y.data_ptr() + y.nbytes) // PAGE * PAGE
+    at = address(y)
+    start, end = -(-at // PAGE) * PAGE, (at + y.nbytes) // PAGE * PAGE
     if end > start and sys.platform == "linux":
         ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), MADV_HUGEPAGE)
     return y

@@ -32,6 +32,7 @@ from binade.quant.backends.triton_tiles import (
 )
 from binade.quant.block_histograms import COUNTS, counted_blocks
 from binade.quant.elements import E4M3, Element, Overflow, RoundingMode, Tier
+from binade.quant.memory import is_ordinary
 from binade.quant.reference import absmax_over, outer_absmax
 from binade.quant.scaling import Amax, kernel_of
 from binade.quant.scheme import Factors, Kernel
@@ -353,7 +354,11 @@ class TritonRuns(Runs):
 
 
 def check_device(x: Tensor) -> None:
-    """Raises ValueError unless the kernels of this process can run on x's device."""
+    """Raises ValueError unless the kernels of this process can run on x's device, TypeError unless x has memory."""
+    if not is_ordinary(x):
+        raise TypeError(
+            f"a Triton kernel cannot read a {type(x).__name__} of layout {x.layout}: pass an ordinary tensor"
+        )
     if x.is_cuda == INTERPRETED:
         have = "interpreted" if INTERPRETED else "compiled for CUDA"
         raise ValueError(
