@@ -50,7 +50,8 @@ def flash(scores: Tensor, value: Tensor, how: Rounding, tap: Tap | None = None) 
 class _Flash(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scores: Tensor, value: Tensor, how: Rounding, tap: Tap | None) -> Tensor:
-        ctx.tile = tile = cast(int, how.formats.softmax.tile)
+        ctx.tile, how = cast(int, how.formats.softmax.tile), how.begun()
+        tile = ctx.tile
         maxima = _running_maxima(scores, tile)  # [..., m, tiles]
         before = torch.cat((maxima[..., :1], maxima[..., :-1]), -1)
         factors = (before - maxima).exp()

@@ -21,20 +21,16 @@ class ScaleHistory:
 
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
-        self.amaxes = torch.zeros(spec.history, dtype=torch.float32)
-        self.scale = torch.ones((), dtype=torch.float32)
-        self.used = self.scale
+        self.amaxes = torch.zeros(spec.history, dtype=torch.float32, device="cpu")
+        self.scale = torch.ones((), dtype=torch.float32, device="cpu")
 
-    def use(self, x: Tensor, again: bool = False, trains: bool = True) -> Tensor:
-        """The scale for x, whose absmax is added to the history. again: x was scaled before, in a pass that is
-        recomputed; it gets the last scale, and does not change the history. trains: False in an evaluation, which does
-        not change it either. Nothing waits for a GPU."""
+    def use(self, x: Tensor, trains: bool = True) -> Tensor:
+        """The scale for x, whose absmax is added to the history. trains: False in an evaluation, which does not change
+        the history. Nothing waits for a GPU."""
         if not trains:
             return self.scale.to(x.device)
-        if again:
-            return self.used.to(x.device)
         self.amaxes, self.scale = self.amaxes.to(x.device), self.scale.to(x.device)
-        self.used = used = self.scale
+        used = self.scale
         absmax = absmax_over(x, -1, TENSOR)
         shifted = torch.cat((absmax.reshape(1), self.amaxes[:-1]))
         self.amaxes = torch.where(absmax == 0, self.amaxes, shifted)

@@ -20,13 +20,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from binade.quant.delayed import ScaleHistory
+from binade.quant.memory import without_modes
 from binade.quant.quantizer import apply
 from binade.quant.specs import OPERAND_FIELDS, GemmFormats, Spec
 from binade.quant.transform import coded_mean, transform, transform_back, untransformed
@@ -106,21 +107,24 @@ class Rounding:
     backend     see `quantizer.fake_quantize`
     seed        of this call: random signs depend on it and the GEMM, stochastic rounding on it and the operand
     histories   the absmax history of each operand with delayed scaling, by its name in GemmFormats; kept by the caller
-    again       whether the forward product is recomputed: delayed scaling then uses the former scale
+    used        the scales that delayed scaling has used in this product, by operand: an operand enters its history
+                once, whatever is computed again. None: of a product that has not begun
     trains      False in an evaluation, which leaves the histories alone
     heads       how many heads the rows of the first operand and of the gradient belong to, one after the other, in a
                 product of heads that share the second operand; each head is rounded on its own
-    used        the scales with which delayed scaling rounded the forward operands of this call
     """
 
     formats: GemmFormats
     backend: str = "auto"
     seed: int = 0
     histories: MutableMapping[str, ScaleHistory] | None = None
-    again: bool = False
+    used: MutableMapping[str, Tensor] | None = None
     trains: bool = True
     heads: int = 1
-    used: dict[str, Tensor] = field(default_factory=dict, compare=False)
+
+    def begun(self) -> Rounding:
+        """The rounding of one product, which knows the scales that it used."""
+        return self if self.used is not None else replace(self, used={})
 
     def by_head(self, x: Tensor, which: str) -> Tensor:
         """The operand x [..., heads · m, k] as [..., heads, m, k], if its rows belong to several heads."""
@@ -133,24 +137,22 @@ class Rounding:
     ) -> Tensor:
         """The operand x as the product uses it; it is shown to the tap under this name. original: the operand before
         any rounding, if x is its rounded forward value."""
-        spec, rows = self.formats[which], x
-        x = self.by_head(rows, which)
-        tensor, source = x.detach(), None
+        spec = self.formats[which]
+        shown, source = self.by_head(x, which).detach(), None
         if original is not None:
-            tensor, source = self.by_head(original, which).detach(), x.detach()
+            shown, source = self.by_head(original, which).detach(), shown
         if spec is None:
             if tap:
-                tap(Observed(name, tensor, source=source, dim=dim))
-            return rows
-        index = OPERAND_FIELDS.index(which)
+                tap(Observed(name, shown, source=source, dim=dim))
+            return x
+        with without_modes():
+            return self._rounded(x, spec, which, dim, tap, Observed(name, shown, spec, source=source, dim=dim))
+
+    def _rounded(self, rows: Tensor, spec: Spec, which: str, dim: int, tap: Tap | None, seen: Observed) -> Tensor:
+        x, index = self.by_head(rows, which), OPERAND_FIELDS.index(which)
         signs = self._signs(which)
         coded = transform(x, spec, dim, signs)
-        scale = None
-        if spec.history:
-            histories = self.histories if self.histories is not None else {}
-            again = self.again and which.startswith("forward")
-            scale = histories.setdefault(which, ScaleHistory(spec)).use(coded, again, self.trains)
-            self.used[which] = scale
+        scale = self._delayed_scale(coded, spec, which) if spec.history else None
         seed, plain = self.seed * len(OPERAND_FIELDS) + index, untransformed(spec)
         q, scales = apply(coded, plain, dim, self.backend, tap is not None, seed, scale)
         if tap:
@@ -159,8 +161,19 @@ class Rounding:
                 operand = transform(x, spec, dim, signs)
                 return transform_back(apply(operand, plain, dim, seed=seed, absmax=scale)[0], x, spec, dim, signs)
 
-            tap(Observed(name, tensor, spec, q, source, coded, scales, dim, scale, seed, signs, rounded=rounded))
+            used = replace(seen, quantized=q, coded=coded, scales=scales, absmax=scale, rounded=rounded)
+            tap(replace(used, noise_seed=seed, sign_seed=signs))
         return q.view_as(rows) if self.heads > 1 else q
+
+    def _delayed_scale(self, x: Tensor, spec: Spec, which: str) -> Tensor:
+        histories, used = self.histories, self.used
+        if used is not None and which in used:
+            return used[which].to(x.device)
+        history = ScaleHistory(spec) if histories is None else histories.setdefault(which, ScaleHistory(spec))
+        scale = history.use(x, self.trains)
+        if used is not None:
+            used[which] = scale
+        return scale
 
     def _signs(self, which: str) -> int:
         """The seed of an operand's random signs, the same for both operands of a GEMM."""
@@ -168,7 +181,8 @@ class Rounding:
 
     def mean(self, x: Tensor, which: str, dim: int) -> Tensor | None:
         """What was subtracted from each token of the operand x before it was rounded: see `transform.coded_mean`."""
-        return coded_mean(x, self.formats[which], dim, self._signs(which))
+        with without_modes():
+            return coded_mean(x, self.formats[which], dim, self._signs(which))
 
     def exact(self, gemm: str, product: Callable[[], Tensor]) -> Callable[[], Tensor] | None:
         """The product, for `Observed.exact`; None if this GEMM takes both operands as they are."""
@@ -193,7 +207,7 @@ class Rounding:
         if spec is None:
             return x
         seed = self.seed * len(OPERAND_FIELDS) + OPERAND_FIELDS.index(forward)
-        signs, scale = self._signs(forward), self.used.get(forward)
+        signs, scale = self._signs(forward), (self.used or {}).get(forward)
         q = apply(self.by_head(x, forward), spec, dim, self.backend, seed=seed, absmax=scale, sign_seed=signs)[0]
         return q.view_as(x) if self.heads > 1 else q
 
@@ -221,6 +235,7 @@ class _Matmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, transpose_b: bool, how: Rounding, tap: Tap | None) -> Tensor:
         ctx.save_for_backward(a if ctx.needs_input_grad[1] else None, b)  # of a frozen weight, a may be overwritten
+        how = how.begun()
         ctx.transpose_b, ctx.how, ctx.tap = transpose_b, how, tap
         aq = how.operand(a, "forward_a", -1, tap, "a")
         bq = how.operand(b, "forward_b", -1 if transpose_b else -2, tap, "b")

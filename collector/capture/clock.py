@@ -9,11 +9,13 @@ or that of a part: within a layer, the first pass of a checkpoint has no gradien
 from __future__ import annotations
 
 import hashlib
+import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -50,7 +52,7 @@ class Clock:
     positioned   the position is set by `Recorder.at`, once that was used
     stepped      iterations are counted by `Recorder.step`, once that was called
     updated      the model was updated since the last forward pass
-    arrived      the forward passes of this iteration whose backward pass has begun
+    arrived      the forward passes of this iteration whose backward pass has begun, the one that began last at the end
     twin         within a twin step, which neither counts nor records: begins the calls of a Hook in its place
     followers    functions to call when an iteration or micro-batch begins
     """
@@ -64,7 +66,7 @@ class Clock:
         """Reset all counts, as before the first run."""
         self.iteration = self.micro_batch = 0
         self.evaluating = self.positioned = self.stepped = self.updated = False
-        self.arrived: set[Moment] = set()
+        self.arrived: dict[Moment, None] = {}
 
     def begin(self) -> None:
         """An iteration or micro-batch has begun, or the run has."""
@@ -183,7 +185,8 @@ class PassCounter:
             arrived.clear()
 
         def note(*_: Any) -> None:
-            arrived.add(moment)
+            arrived.pop(moment, None)
+            arrived[moment] = None
 
         for node in {x.grad_fn for x in tensors_in(result) if x.grad_fn is not None}:
             node.register_prehook(note)
@@ -210,9 +213,36 @@ def gradient_of(weight: nn.Parameter) -> Tensor | None:
     return weight.grad if main is None else main
 
 
+def backward_pass() -> int:
+    """The number of the backward pass within which this code runs; -1 outside of one."""
+    return torch._C._current_graph_task_id()
+
+
 def running_backward() -> bool:
     """Whether this code runs within a backward pass, in which any forward pass is a recomputation."""
-    return torch._C._current_graph_task_id() != -1
+    return backward_pass() != -1
+
+
+def checkpoint_frame() -> object | None:
+    """What torch.utils.checkpoint (use_reentrant=False) knows of the innermost checkpoint that runs: the same object in
+    the first pass and when that is computed again. None outside of one."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    pack: Any = inspect.unwrap(hooks[0]) if hooks else None
+    if getattr(pack, "__module__", "") != "torch.utils.checkpoint" or pack.__closure__ is None:
+        return None
+    held = dict(zip(pack.__code__.co_freevars, (cell.cell_contents for cell in pack.__closure__), strict=True))
+    target = held.get("target_frame_ref")
+    return held.get("frame") if target is None else target()
+
+
+def repeated_frame() -> object | None:
+    """The same of the innermost checkpoint that is computed again, within which new checkpoints may begin."""
+    caller: FrameType | None = sys._getframe(1)
+    while caller is not None:
+        if caller.f_code.co_name == "unpack_hook" and caller.f_globals.get("__name__") == "torch.utils.checkpoint":
+            return caller.f_locals.get("frame")
+        caller = caller.f_back
+    return None
 
 
 def seed_of(*place: object) -> int:

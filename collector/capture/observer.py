@@ -10,8 +10,11 @@ checkpoint; the second adds only the gradients, and marks the layer as recompute
     megatron's checkpoint, CheckpointWithoutOutput likewise
     torch.utils.checkpoint, use_reentrant=False    gradients belong to the first, the second only restores its operands
 
-The gradients show which pass a second one repeats: `PassCounter.end` notes when those of a pass's results arrive, and
-of the passes whose gradients have arrived, the latest is repeated first.
+A pass that is computed again is recognized by its checkpoint (use_reentrant=False), else by the gradients:
+`PassCounter.end` notes when those of a pass's results arrive, and the pass whose gradients arrived last is repeated.
+
+A backward pass may run in parts or twice (retain_graph, pipelines that compute the gradients of weights later): what a
+call has shown or scaled once, it neither shows nor scales again.
 """
 
 from __future__ import annotations
@@ -22,13 +25,15 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequenc
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
+from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from binade.collector.capture.adapters.layer import InstrumentError, Layer, wrong_dtype
 from binade.collector.capture.adapters.products import transformed
-from binade.collector.capture.clock import IN_FLIGHT, Moment, running_backward, seed_of
+from binade.collector.capture.clock import IN_FLIGHT, Moment, backward_pass, checkpoint_frame, repeated_frame, seed_of
 from binade.collector.capture.measure import Measurer, hidden_in, summarized
 from binade.collector.capture.policy import Policy
 from binade.collector.capture.rows import DraftRow
@@ -42,6 +47,7 @@ from binade.data.tensor_kinds import LATER, OPERANDS, Gemm, Measure, Product, Te
 from binade.quant.delayed import ScaleHistory
 from binade.quant.gemm import Observed, Rounding, Tap, sampling
 from binade.quant.later import Later
+from binade.quant.memory import is_ordinary, ordinary, without_modes
 from binade.quant.metrics import sqnr_later
 from binade.quant.quantizer import DTYPES
 from binade.quant.specs import GemmFormats
@@ -49,6 +55,7 @@ from binade.quant.summary import Summary
 
 OPERAND_NAMES = frozenset(chain(LATER, *OPERANDS.values()))
 FORWARD = frozenset(("a", "b", "y", "scores"))  # what a product shows in its forward pass
+NAMED = {"a": "input", "b": "weight", "y": "result", "grad": "gradient"}
 Stages = Sequence[tuple[int, Part]]  # parts of a recipe, each with the iteration from which it holds
 
 
@@ -77,9 +84,10 @@ class Observing:
     def predicts(self) -> bool:
         return Measure.LOSS in self.measurer.measures
 
-    def tap(self, layer: Layer, part: Part, product: Product, moment: Moment, again: bool) -> Tap | None:
-        """The observer of one call of one product at that moment; None if that is not recorded. again: the forward
-        product is a recomputation, for which only the gradients are recorded."""
+    def tap(self, layer: Layer, part: Part, product: Product, call: Passed, again: bool) -> Tap | None:
+        """The observer of one call of one product; None if it is not recorded. again: the forward product is a
+        recomputation, for which only the gradients are recorded."""
+        moment = call.moment
         if not moment.recording or product.place not in self.places:
             return None
         drafts = self.measurer.drafts
@@ -90,7 +98,31 @@ class Observing:
         drafts.scores[key] = scores
         if drafts.masked and not again:
             drafts.valid[moment] = drafts.masked
-        return Observer(self, layer, part, product, moment, scores, again, drafts.valid.get(moment))
+        return Observer(self, layer, part, product, moment, call.shown, scores, again, drafts.valid.get(moment))
+
+
+@dataclass(eq=False)
+class Passed:
+    """A call of a forward pass, which may be computed again.
+
+    moment  of the pass
+    trains  whether its operands enter the histories of delayed scaling
+    used    the scales of its operands with delayed scaling, see `quant.gemm.Rounding`
+    shown   the names of the tensors of its backward pass that were seen
+    frames  of the checkpoints that compute it
+    task    the backward pass in which it was last computed again, and how often in that
+    """
+
+    moment: Moment
+    trains: bool = True
+    used: dict[str, Tensor] = field(default_factory=dict)
+    shown: set[str] = field(default_factory=set)
+    frames: WeakSet[Any] = field(default_factory=WeakSet)
+    task: tuple[int, int] = (-1, 0)
+
+    def times(self, task: int) -> int:
+        """How often it was computed again in this backward pass."""
+        return self.task[1] if self.task[0] == task else 0
 
 
 @dataclass(eq=False)
@@ -116,11 +148,13 @@ class Hook:
     def __post_init__(self) -> None:
         first = self.stages[0][1].formats
         self.varies = len(self.stages) > 1 or first.varies or first.cache is not None
-        self.passed: deque[Moment] = deque(maxlen=IN_FLIGHT)
+        self.passed: deque[Passed] = deque(maxlen=IN_FLIGHT)
         self._fixed = Call(self.rounding(first))
 
-    def rounding(self, formats: GemmFormats, seed: int = 0, again: bool = False, trains: bool = True) -> Rounding:
-        return Rounding(formats, self.backend, seed, self.histories, again, trains)
+    def rounding(
+        self, formats: GemmFormats, seed: int = 0, used: dict[str, Tensor] | None = None, trains: bool = True
+    ) -> Rounding:
+        return Rounding(formats, self.backend, seed, self.histories, used, trains)
 
     def begin(self) -> Call:
         """The call that begins now."""
@@ -132,23 +166,20 @@ class Hook:
         observing = None if policy.idle else self.observing
         if not (observing or self.varies):
             return self._fixed
-        again = running_backward()
+        again = backward_pass() != -1
         # Without gradients this is the first pass of a checkpoint within another: gradients come with the next.
         last = not again or torch.is_grad_enabled()
-        moment = self._repeated(last) if again else policy.begin()
-        if not again and not moment.evaluation:
-            while self.passed and self.passed[0].iteration != moment.iteration:
-                self.passed.popleft()
-            self.passed.append(moment)
+        call = self._repeated(last) if again else self._first()
+        moment = call.moment
         part = part_at(self.stages, moment.iteration)
         part = part if moment.evaluation else part.in_training
-        tap = observing.tap(self.layer, part, self.product, moment, again) if observing and last else None
+        tap = observing.tap(self.layer, part, self.product, call, again) if observing and last else None
         if observing and tap and not again:
             observing.probes.before_product(self.layer, self.product, moment)
         if not self.varies:
             return Call(self._fixed.rounding, tap)
         place = self.rank, moment.iteration, moment.micro_batch, self.layer.site.name, self.product.value
-        return Call(self.rounding(part.formats, seed_of(self.seed, *place), again, not moment.evaluation), tap)
+        return Call(self.rounding(part.formats, seed_of(self.seed, *place), call.used, call.trains), tap)
 
     def _transformed(self) -> Call:
         """A call in a transform of torch.func. Raises InstrumentError if it would be rounded."""
@@ -161,24 +192,43 @@ class Hook:
             warnings.warn("products in transforms of torch.func (vmap, grad, jvp) are not recorded", stacklevel=2)
         return self._fixed
 
-    def _repeated(self, last: bool) -> Moment:
-        """The moment of the pass that is repeated: the latest of those whose gradients have arrived, because one
-        backward pass goes through several forward passes from the last to the first. Where that is unknown (results in
-        no tuple, list or mapping), the earliest. last: it is not repeated once more."""
+    def _first(self) -> Passed:
+        """A call that was not computed before."""
+        moment = self.policy.begin()
+        call = Passed(moment, trains=not moment.evaluation)
+        if call.trains:
+            while self.passed and self.passed[0].moment.iteration != moment.iteration:
+                self.passed.popleft()
+            self.passed.append(call)
+            if (frame := checkpoint_frame()) is not None:
+                call.frames.add(frame)
+        return call
+
+    def _repeated(self, last: bool) -> Passed:
+        """The call that is computed again: of its checkpoint, if that is known, else of the pass whose gradients came
+        last, because one backward pass goes through a forward pass from its end; where that is unknown (results in no
+        tuple, list or mapping), the earliest. last: it is not repeated once more."""
         if not self.passed:
-            return self.policy.begin()
-        arrived = self.policy.clock.arrived
-        at = next((i for i in reversed(range(len(self.passed))) if self.passed[i] in arrived), 0)
-        moment = self.passed[at]
+            return Passed(self.policy.begin(), trains=False)
+        task, innermost, outer = backward_pass(), checkpoint_frame(), repeated_frame()
+        calls = [call for call in self.passed if innermost in call.frames]
+        calls = calls or [call for call in self.passed if outer in call.frames and not call.times(task)]
+        if not calls:
+            arrived = {call.moment for call in self.passed} & self.policy.clock.arrived.keys()
+            latest = next((moment for moment in reversed(self.policy.clock.arrived) if moment in arrived), None)
+            calls = [call for call in reversed(self.passed) if call.moment == latest] or [*self.passed]
+        call = min(calls, key=lambda call: (call.times(task), call.task[0] != -1))
+        call.frames.update(frame for frame in (innermost, outer) if frame is not None)
         if last and not sampling():
-            del self.passed[at]
-        return moment
+            call.task = task, call.times(task) + 1
+        return call
 
 
 @dataclass(eq=False)
 class Observer:
     """The tap of one call of one product.
 
+    shown      the names of the tensors of the backward pass that were seen, also by other observers of this call
     scores     of each operand that was recorded, by the name that it has in the product
     valid      the micro-batch's tokens that are not padding, if there is a mask
     operands   forward operands that wait for their gradient: what `without_copies` leaves, and the version of the
@@ -192,6 +242,7 @@ class Observer:
     part: Part
     product: Product
     moment: Moment
+    shown: set[str]
     scores: dict[str, list[Tried]]
     again: bool
     valid: Valid | None = None
@@ -200,6 +251,25 @@ class Observer:
     result: Observed | None = None
 
     def __call__(self, seen: Observed) -> None:
+        if not sampling() and seen.name not in FORWARD and seen.name != "product":
+            if seen.name in self.shown:  # in an earlier backward pass through this call
+                return
+            self.shown.add(seen.name)
+        with without_modes():
+            if type(seen.tensor) is not Tensor or not is_ordinary(seen.tensor):
+                seen = replace(seen, tensor=self._ordinary(seen))
+            self._see(seen)
+
+    def _ordinary(self, seen: Observed) -> Tensor:
+        try:
+            return ordinary(seen.tensor)
+        except TypeError as error:
+            what = LATER.get(seen.name, seen.name)
+            raise InstrumentError(
+                f"{self.layer.name} cannot be recorded, because of its {NAMED.get(what, what)}: {error}"
+            ) from None
+
+    def _see(self, seen: Observed) -> None:
         name, observing = seen.name, self.observing
         if self.layer.site.expert is not None and not seen.tensor.numel():  # no token was routed to it
             return

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from binade.collector.capture.adapters.dtensor import is_dtensor
-from binade.collector.capture.adapters.layer import InstrumentError, Layer
+from binade.collector.capture.adapters.layer import InstrumentError, Layer, numbers_left_out
 from binade.collector.capture.clock import PASSES_BEFORE_WARNING, Clock, Moment, PassCounter, running_backward, seed_of
 from binade.collector.capture.evaluation import Evaluate
 from binade.collector.capture.held_out import HeldOutEvaluations
@@ -56,6 +56,7 @@ from binade.data.tensor_kinds import (
 )
 from binade.data.twin import Twin, append_twin
 from binade.quant.gemm import Observed
+from binade.quant.memory import ordinary, without_modes
 from binade.quant.quantizer import DTYPES
 from binade.quant.specs import GemmFormats, Spec
 
@@ -172,6 +173,7 @@ class Recorder:
         self._continued: Continued | None = None
         self._session: RecordingSession | None = None  # the current run, or the last one
         self._shown: set[str] = set()  # what was recorded besides products
+        self._left_out: set[str] = set()  # what could not be, and why
 
     def compile(self, formats: Iterable[GemmFormats], device: torch.device) -> None:
         """Compile what recording linear layers of these formats takes, see `measure.warm_up`, and log how long it
@@ -221,6 +223,7 @@ class Recorder:
             measurer.reset()
             self.observing.predictions.given = None
             self._shown.clear()
+            self._left_out.clear()
         self._session = RecordingSession(
             self.root,
             self.label,
@@ -337,6 +340,10 @@ class Recorder:
 
     def begin_pass(self, model: nn.Module, given: object) -> None:
         """A forward pass of the model begins, with these arguments."""
+        with without_modes():
+            self._begin_pass(model, given)
+
+    def _begin_pass(self, model: nn.Module, given: object) -> None:
         self.policy.left_out += self.policy.paused
         self._trained |= not self.clock.evaluating
         self.probes.begin_pass(self.policy.moment)
@@ -512,10 +519,11 @@ class Recorder:
         seed = self.config.get("seed", 0), moment.iteration, moment.micro_batch, self.observing.measurer.replica
         if valid is None and (known := self.observing.measurer.drafts.valid.get(moment)):
             valid = known.mask.t() if batch_axis else known.mask
-        arrived = set(self.clock.arrived)
+        arrived = dict(self.clock.arrived)
         if not predictions.begin(moment, logits, seed_of("labels", *seed), valid, batch_axis):
             self.without_second_order("activations are recomputed with use_reentrant=True")
-        self.clock.arrived.intersection_update(arrived)
+        self.clock.arrived.clear()
+        self.clock.arrived.update(arrived)
 
     def without_second_order(self, reason: str) -> None:
         """Warn if changes in the loss were to be predicted."""
@@ -543,7 +551,8 @@ class Recorder:
         identity = partial(
             measurer.identity, site, moment, tensor_name=name, operation=str(operation), phase=Phase.PRE.value
         )
-        measurer.measure(Observed(name, x.detach()), site, identity, moment, (), None, None, Shard(), merged=False)
+        with without_modes():
+            measurer.measure(Observed(name, x.detach()), site, identity, moment, (), None, None, Shard(), merged=False)
 
     def record(
         self,
@@ -594,14 +603,23 @@ class Recorder:
         site = Site(layer, module, expert)
         measurer = self.observing.measurer
         identity = partial(measurer.identity, site, moment, operation=str(operation), phase=str(phase), **kind)
-        seen = Observed(name, tensor.detach(), dim=axis)
-        measurer.measure(seen, site, identity, moment, formats, None, None if dim is None else axis, Shard())
+        try:
+            seen = Observed(name, ordinary(tensor), dim=axis)
+        except TypeError as error:
+            raise ConfigError(f"{name} cannot be recorded: {error}") from None
+        with without_modes():
+            measurer.measure(seen, site, identity, moment, formats, None, None if dim is None else axis, Shard())
 
     def show(self, kind: TensorKind, layer: Layer, x: Tensor, moment: Moment) -> None:
         """Record a tensor of a kind that belongs to no product of the model, if `tensors` names it."""
         if not moment.recording or kind.name not in self.tensors or is_dtensor(x):
             return
-        x = x.detach() if x.is_floating_point() else x.detach().float()
+        try:
+            x = ordinary(x)
+        except TypeError as error:
+            self._leave_out(f"{kind.name} of {layer.name} is not recorded: {error}")
+            return
+        x = x if x.is_floating_point() else x.float()
         if x.dtype not in DTYPES:
             raise InstrumentError(
                 f"{layer.name} has {kind.name} in {dtype_name(x.dtype)}, which is not recorded: leave it out"
@@ -613,7 +631,17 @@ class Recorder:
         scores, axis = ((), None) if kind.contracted_axis is None else (self.observing.scores, kind.contracted_axis)
         seen, contracted = Observed(kind.observed, x, dim=axis or -1), axis if kind.gemm else None
         shard = layer.shard(kind.observed)
-        measurer.measure(seen, layer.site, identity, moment, scores, kind.gemm, contracted, shard)
+        with without_modes():
+            measurer.measure(seen, layer.site, identity, moment, scores, kind.gemm, contracted, shard)
+
+    def _leave_out(self, reason: str) -> None:
+        """Warn, once for each kind and class, that a tensor is not recorded."""
+        name = numbers_left_out(reason)
+        if name not in self._left_out:
+            self._left_out.add(name)
+            warnings.warn(reason, stacklevel=3)
+            findings = [Finding(self.iteration, reason, "")]
+            self.report(lambda: findings)
 
     def publish_step(self) -> None:
         """Queue what was captured of the optimizer's step, unless the end of the iteration does it."""

@@ -94,11 +94,14 @@ class Twins:
     ) -> tuple[float, list[Tensor]]:
         """The loss and the gradients, float32, of one pass; without formats, nothing is rounded."""
         histories = {id(hook): deepcopy(hook.histories) for hook in self.hooks}
+        scales: dict[int, dict[str, Tensor]] = {}  # of the last forward pass, for one that is computed again
 
         def begin(hook: Hook) -> Call:
             used = formats.get(id(hook)) or GemmFormats()
+            if not running_backward():
+                scales[id(hook)] = {}
             of_hook = seed_of(seed, f"{hook.layer.site.name}.{hook.product.value}")
-            return Call(Rounding(used, hook.backend, of_hook, histories[id(hook)], running_backward()))
+            return Call(Rounding(used, hook.backend, of_hook, histories[id(hook)], scales[id(hook)]))
 
         with ExitStack() as undo:
             undo.enter_context(torch.random.fork_rng())

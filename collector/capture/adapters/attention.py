@@ -44,6 +44,7 @@ from binade.collector.models.attention import PROB_NAMES, SCORE_NAMES, CoreBegin
 from binade.collector.models.parallel import STACKED, Call, reshaped
 from binade.quant.attention import flash, smoothed
 from binade.quant.gemm import Observed, Tap, matmul
+from binade.quant.memory import without_modes
 
 PIECE = 1 << 26  # values
 ATTRIBUTES = ("__get__", "size", "dim")
@@ -101,6 +102,10 @@ class SdpaMode(Interception):
         return result
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if query.is_nested:
+            self.missing("attends to nested tensors, which its products do not support")
+            return F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
+
         def on_parts(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return attend(self.qk, self.pv, q, k, v, *args, **kwargs)
 
@@ -163,19 +168,21 @@ def context(original: Product, probs: Tensor, before: Tensor, value: Tensor, cal
     tap = call.tap
     if tap is None or before is probs:
         return product(original, probs, value, call, transpose_b=False)
+    call = replace(call, rounding=call.rounding.begun())
     without_a = replace(call, tap=lambda seen: None if seen.name == "a" else tap(seen))
     y = product(original, probs, value, without_a, transpose_b=False)
     with computing:
         if not call.quantizes:
             tap(Observed("a", before.detach()))
         else:
-            replace(call.rounding, again=True).operand(before.to(product_dtype(before)), "forward_a", -1, tap, "a")
+            call.rounding.operand(before.to(product_dtype(before)), "forward_a", -1, tap, "a")
     return y
 
 
 def show_scores(tap: Tap | None, scores: Tensor) -> None:
     if tap:
-        tap(Observed("scores", scores.detach()))
+        with without_modes():
+            tap(Observed("scores", scores.detach()))
 
 
 @dataclass(frozen=True)
@@ -399,12 +406,12 @@ def observed_core(
         hiding_of(Call(tap=tap), names, hidden).tap or tap for tap, names in ((qk, SCORE_NAMES), (pv, PROB_NAMES))
     )
     output = original(listened(query, qk, "grad_a"), listened(key, qk, "grad_b"), listened(value, pv, "grad_b"))
-    query, key, value = query.detach(), key.detach(), value.detach()
-    with torch.no_grad():
+    with torch.no_grad(), without_modes():
+        query, key, value = query.detach(), key.detach(), value.detach()
         probs = _probabilities(Call(tap=qk), query, key, scale, mask, causal, grouped)
-    pv(Observed("a", probs))
-    pv(Observed("b", value, dim=-2))
-    pv(Observed("y", by_head(output.detach())))
+        pv(Observed("a", probs))
+        pv(Observed("b", value, dim=-2))
+        pv(Observed("y", by_head(output.detach())))
 
     def show(seen: Observed) -> None:
         seen = replace(seen, tensor=by_head(seen.tensor))

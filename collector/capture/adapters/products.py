@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from binade.collector.models.parallel import STACKED, Call, add_bias, reshaped
 from binade.quant import gemm
 from binade.quant.gemm import Observed, Tap
+from binade.quant.memory import without_modes
 
 Product = Callable[[Tensor, Tensor], Tensor]
 APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]  # torch
@@ -155,8 +156,9 @@ def cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
     plain = type(weight) in (Tensor, nn.Parameter) and weight.is_leaf and weight.requires_grad and weight.dim() == 2
     if not (of_autocast and plain):
         return weight.to(dtype)
-    nothing = weight.new_empty(0, weight.shape[1]).requires_grad_()
-    shown: Tensor | None = getattr(F.linear(nothing, weight).grad_fn, "_saved_mat2", None)
+    with without_modes():
+        nothing = weight.new_empty(0, weight.shape[1]).requires_grad_()
+        shown: Tensor | None = getattr(F.linear(nothing, weight).grad_fn, "_saved_mat2", None)
     return weight.to(dtype) if shown is None else shown.t()
 
 
@@ -175,11 +177,13 @@ def product_dtype(x: Tensor) -> torch.dtype:
 def observed_product(product: Product, a: Tensor, b: Tensor, tap: Tap, dim_b: int = -1) -> Tensor:
     """product(a, b), shown to the tap as quant.gemm shows its own: operands, result and, as they come, gradients.
     a is contracted along its last axis, b along dim_b."""
-    tap(Observed("a", a.detach()))
-    tap(Observed("b", b.detach(), dim=dim_b))
+    with without_modes():
+        tap(Observed("a", a.detach()))
+        tap(Observed("b", b.detach(), dim=dim_b))
     y = product(listened(a, tap, "grad_a"), listened(b, tap, "grad_b"))
-    tap(Observed("y", y.detach()))
-    listen_to_result(y, showing_operands(tap, a, b, dim_b))
+    with without_modes():
+        tap(Observed("y", y.detach()))
+        listen_to_result(y, showing_operands(tap, a, b, dim_b))
     return y
 
 
@@ -219,7 +223,8 @@ def listened(x: Tensor, tap: Tap, name: str) -> Tensor:
     """x for one product: a view whose gradient the tap sees by that name."""
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x
-    view = x.view_as(x)
+    with without_modes():  # a selective checkpoint saves results by operation, and must not meet this one
+        view = x.view_as(x)
     view.register_hook(_observer(tap, name))  # type: ignore[no-untyped-call]  # torch has no annotations there
     return view
 
@@ -236,8 +241,9 @@ def listen_to_result(y: Tensor, tap: Tap) -> None:
     shape, stride, number, is_view = y.shape, y.stride(), base.output_nr, base is not y
 
     def observe(gradients: tuple[Tensor, ...]) -> None:
-        gradient = gradients[number].detach()
-        tap(Observed("grad", gradient.contiguous().as_strided(shape, stride) if is_view else gradient))
+        with without_modes():
+            gradient = gradients[number].detach()
+            tap(Observed("grad", gradient.contiguous().as_strided(shape, stride) if is_view else gradient))
 
     node: Any = base.grad_fn
     node.register_prehook(observe)  # which runs after the hooks of the tensor: they may change the gradient

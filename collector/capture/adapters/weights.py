@@ -130,6 +130,8 @@ def _part(x: Tensor, of: Tensor, source: WeightSource, cast: bool) -> WeightSour
     """The source of x, made of a tensor of this source."""
     if of.dim() != 3 or source.first is None or (cast and x.shape == of.shape):
         return source
+    if not of.stride(0):  # one weight for all rows of a batch
+        return source
     of_one_expert = x.dim() == 2 and x.numel() <= of[0].numel()
     in_order = x.dim() == 3 and x.stride(0) == of.stride(0)
     if not (is_view(x, of) and (of_one_expert or in_order)):
@@ -144,13 +146,33 @@ def is_view(x: Tensor, of: Tensor) -> bool:
     return bool(x.untyped_storage()._cdata == of.untyped_storage()._cdata)  # some devices have no pointer to the data
 
 
+def is_repeated(x: Tensor) -> bool:
+    """Whether x [batch, ·, ·] is one matrix for the whole batch, expanded."""
+    return x.dim() == 3 and (len(x) == 1 or x.stride(0) == 0)
+
+
 def functional_linear(name: str, call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """F.linear as the call says, on this rank's parts if the weight is a DTensor."""
+    """F.linear as the call says: on this rank's parts if the weight is a DTensor, on the tokens of all sequences if the
+    input is nested."""
+    if input.is_nested and not call.is_plain:
+        return on_values(name, input, lambda x: functional_linear(name, call, x, weight, bias))
 
     def on_parts(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return linear(lambda a, b: F.linear(a, b, bias), x, weight, call, bias)
 
     return linear_on_parts(name, on_parts, input, weight, bias)
+
+
+def on_values(name: str, x: Any, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """A jagged nested tensor of the function's result for the values of one, [tokens, ...]. Raises InstrumentError for
+    another nested tensor."""
+    if x.layout is not torch.jagged or x.lengths() is not None or x._ragged_idx != 1:
+        raise InstrumentError(
+            f"{name} is called with a nested tensor whose sequences do not lie one after the other: expected "
+            f"torch.nested.nested_tensor(..., layout=torch.jagged), or leave it out with exclude=[{name!r}]"
+        )
+    y: Tensor = torch.nested.nested_tensor_from_jagged(function(x.values()), x.offsets())
+    return y
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -425,6 +447,10 @@ class WeightsMode(Interception):
             return linear(lambda x, w: func(x, w.mT), a, b.mT, call)
         if a.dim() == 2 <= b.dim() and (call := self._call(a)):
             return linear(lambda x, w: func(w, x.mT).mT, b.mT, a, call).mT
+        if b.dim() == 3 and is_repeated(b) and (call := self._call(b[0])):
+            return linear(lambda x, w: func(x, w.mT.expand(b.shape)), a, b[0].mT, call)
+        if a.dim() == 3 and is_repeated(a) and (call := self._call(a[0])):
+            return linear(lambda x, w: func(w.expand(a.shape), x.mT).mT, b.mT, a[0], call).mT
         if a.dim() == 3 and len(a) == len(b) and (begins := self._stacked(b)):
             return _by_expert(lambda x, w: func(x, w.mT), a, b.mT, begins, None)
         if a.dim() == 3 and b.dim() == 3 and (call := self._grouped_call(b)):
