@@ -9,12 +9,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from binade.collector.capture.adapters.dtensor import is_dtensor
 from binade.collector.capture.adapters.products import listen_to_result, listened, showing_operands, tensors_in
+from binade.collector.models.parallel import Begin
 from binade.quant.gemm import Observed, Tap, sampling
+from binade.quant.memory import ordinary
+from binade.quant.quantizer import DTYPES
 
 
 class Boundary:
@@ -33,9 +36,10 @@ class Boundary:
         if self.tap:
             self.tap(seen)
 
-    def show(self, tap: Tap, weight: Tensor, result: Any) -> None:
-        """Show what the layer multiplied, and as they come, the gradients. result: the tensor that it returned, or
-        what contains that first."""
+    def show(self, tap: Tap, weight: Tensor | None, result: Any) -> None:
+        """Show what the layer multiplied, and as they come, the gradients. weight: None, or in a dtype that is not
+        recorded, if its codes alone are known. result: the tensor that the layer returned, or what contains that
+        first."""
         x, y = self.input, next(tensors_in((result,)), None)
         if x is None or y is None:
             return
@@ -44,13 +48,17 @@ class Boundary:
             tap(replace(seen, by_model=True))
 
         self.tap = by_model
-        a, b = x.detach(), plain_values(weight)
+        a = x.detach()
+        b = None if weight is None else ordinary(weight)
         by_model(Observed("a", a))
-        by_model(Observed("b", b))
+        show: Tap = by_model
+        if weight is not None and b is not None and b.dtype in DTYPES:
+            by_model(Observed("b", b))
+            again = a.detach().requires_grad_(x.requires_grad), b.detach().requires_grad_(weight.requires_grad)
+            show = showing_operands(by_model, *again, -1)
+            show = with_weight_gradients([weight], by_model, show) if torch.is_grad_enabled() else show
         by_model(Observed("y", y.detach()))
-        again = a.detach().requires_grad_(x.requires_grad), b.detach().requires_grad_(weight.requires_grad)
-        show = showing_operands(by_model, *again, -1)
-        listen_to_result(y, with_weight_gradients([weight], by_model, show) if torch.is_grad_enabled() else show)
+        listen_to_result(y, show)
 
 
 class InsideFunction:
@@ -93,20 +101,24 @@ def multiplies_itself(weight: Any) -> bool:
     return is_traceable_wrapper_subclass(weight) and not is_dtensor(weight)
 
 
-def plain_values(weight: Any) -> Tensor:
-    """The values of a weight that a subclass of Tensor keeps in a form of its own, such as rounded once for all passes
-    (fp8_model_init of Transformer Engine), or in one tensor that it holds."""
-    if multiplies_itself(weight) and not hasattr(weight, "dequantize"):
-        held = [getattr(weight, name) for name in weight.__tensor_flatten__()[0]]
-        weight = next((x for x in held if x.shape == weight.shape and x.dtype == weight.dtype), weight)
-    if (
-        isinstance(weight, Tensor)
-        and hasattr(weight, "dequantize")
-        and type(weight) not in (Tensor, torch.nn.Parameter)
-    ):
-        weight = weight.dequantize()
-    values: Tensor = weight.detach()
-    return values
+def watched_forward(module: nn.Module) -> Callable[[Begin], Callable[..., Any]]:
+    """What replaces the forward of a layer whose weight no kernel of ours reads: the same, watched from outside."""
+
+    def method(begin: Begin) -> Callable[..., Any]:
+        forward = module.forward
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            tap = begin().tap
+            if tap is None:
+                return forward(*args, **kwargs)
+            boundary = Boundary(args, kwargs)
+            result = forward(*boundary.args, **boundary.kwargs)
+            boundary.show(tap, None, result)
+            return result
+
+        return watched
+
+    return method
 
 
 def with_weight_gradients(weights: Sequence[Tensor], tap: Tap, show: Tap) -> Tap:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from binade.collector.capture.adapters import megatron
 from binade.collector.capture.adapters.attention import observed_core
-from binade.collector.capture.adapters.boundary import plain_values, with_weight_gradients
+from binade.collector.capture.adapters.boundary import with_weight_gradients
 from binade.collector.capture.adapters.layer import InstrumentError, Layer, Refused, replaces
 from binade.collector.capture.adapters.products import listen_to_result, listened, showing_operands
 from binade.collector.models.attention import CoreBegin
@@ -32,6 +32,7 @@ from binade.collector.models.site import Site, site
 from binade.collector.ranks import RankGroup
 from binade.data.segment import Shard
 from binade.quant.gemm import Observed, Tap
+from binade.quant.memory import ordinary
 
 KERNELS = (
     "can only be recorded, because Transformer Engine has its own kernels: use the recipe bf16, and TE's own recipes"
@@ -95,7 +96,7 @@ def _linear(modules: dict[str, nn.Module], name: str, normalizes: bool, grouped:
             first = next(iter(bound.arguments))
             x, weights = bound.arguments[first], _weights(module)
             a = _normalized(module, x) if normalizes else x.detach()
-            b = torch.cat([plain_values(weight) for weight in weights])
+            b = torch.cat([ordinary(weight) for weight in weights])
             tap(Observed("a", a))
             tap(Observed("b", b))
             if not normalizes:

@@ -9,8 +9,11 @@ are "q.lora_A".
 The LM head stays as it is unless head=True: a linear layer whose weight is an embedding's, or that has a usual name, or
 that comes last, outside of the numbered layers, and has the shape of an embedding's weight; see `heads`.
 
+A linear layer that holds the codes of its weight (4-bit and 8-bit layers of bitsandbytes, GPTQ, AWQ, HQQ) is watched
+from outside: its input, its result and their gradients are recorded, and a recipe that rounds it is refused.
+
 Not intercepted, and refused: nn.MultiheadAttention (and so nn.Transformer's layers), recurrent networks, nn.Bilinear,
-weights that are not plain floating-point tensors, and what torch.jit has compiled. A module whose attention is written
+and what torch.jit has compiled. A module whose attention is written
 out in matrix products must be named in `cores`; if it is not, and the recipe quantizes attention, `first_pass` refuses
 it.
 """
@@ -31,7 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from binade.collector.capture.adapters.attention import SdpaMode, core_forward
-from binade.collector.capture.adapters.boundary import multiplies_itself
+from binade.collector.capture.adapters.boundary import multiplies_itself, watched_forward
 from binade.collector.capture.adapters.dtensor import core_shard_of, shard_of
 from binade.collector.capture.adapters.layer import Layer, Refused, is_a, replaces, whole
 from binade.collector.capture.adapters.products import names_in
@@ -69,6 +72,9 @@ def find(model: nn.Module) -> Iterator[Layer | Refused]:
         if reason := _refusal(module):
             yield Refused(name, reason)
             inside = f"{name}." if name else "."
+            continue
+        if (codes := packed_dtype(module)) is not None:
+            yield _packed_layer(name, module, codes, module in output)
             continue
         if isinstance(module, nn.Linear):
             layer, parts = linear_layer(name, module), list[Layer]()
@@ -229,11 +235,21 @@ def _refusal(module: nn.Module) -> str | None:
     for kind, reason in HIDDEN:
         if isinstance(module, kind):
             return reason
-    if isinstance(module, nn.Linear):
-        weight = vars(module)["_parameters"].get("weight")
-        if weight is not None and not weight.is_floating_point():
-            return f"its weight is already quantized ({weight.dtype})"
     return None
+
+
+def packed_dtype(module: nn.Module) -> torch.dtype | None:
+    """The dtype in which a linear layer holds the codes of its weight, if these are integers: of torch, or with the
+    numbers of features that GPTQ, AWQ and HQQ name."""
+    own = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
+    weight = own.get("weight")
+    if isinstance(module, nn.Linear):
+        return None if weight is None or weight.is_floating_point() else weight.dtype
+    sizes = [getattr(module, name, None) for name in ("in_features", "infeatures", "out_features", "outfeatures")]
+    if sum(isinstance(size, int) for size in sizes) < 2 or (weight is not None and weight.is_floating_point()):
+        return None
+    codes = (x.dtype for x in own.values() if x.dim() > 1 and not x.is_floating_point() and x.dtype != torch.bool)
+    return next(codes, None)
 
 
 def calls(module: nn.Module, *words: str | frozenset[str]) -> bool:
@@ -323,6 +339,13 @@ def _foreign(value: Any) -> bool:
     """Whether this belongs to torch or transformers, whose functions are known."""
     name = value.__module__ if isinstance(value, (FunctionType, type)) else getattr(value, "__name__", "")
     return str(name).partition(".")[0] in ("torch", "transformers")
+
+
+def _packed_layer(name: str, module: nn.Module, codes: torch.dtype, is_head: bool) -> Layer:
+    where, path = site(name)
+    kernels = f"can only be recorded, because its weight is already quantized ({codes}): use the recipe bf16"
+    attach = replaces(module, "forward", watched_forward(module))
+    return Layer(name, module, HEAD if is_head else where, whole, attach, path, is_head, kernels=kernels)
 
 
 def linear_layer(name: str, module: nn.Linear) -> Layer:

@@ -430,3 +430,78 @@ def test_all_refusals_of_a_pass_are_one_error_whose_patterns_can_be_pasted():
     assert covered["*.own"].count == covered["*.fused"].count == covered["*.up"].count == 3
     assert [covered[path].format for path in ("*.own", "*.fused", "*.up")] == ["", "", "mxfp8"]
     assert "multiplies by up.weight in the forward method" in covered["*.fused.up"].reason
+
+
+class Packed(nn.Module):
+    """As the layers of GPTQ and AWQ: codes of four bits, eight to an int32, in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_features = self.out_features = 32
+        self.register_buffer("qweight", torch.randint(-(2**31), 2**31, (4, 32)).int())
+
+    @property
+    def decoded(self) -> Tensor:
+        codes = torch.stack([(self.qweight >> 4 * i) & 15 for i in range(8)], 1).reshape(32, 32)
+        return (codes.float() - 7.5) / 40
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.decoded
+
+
+class FourBits(nn.Linear):
+    """As bitsandbytes' Linear4bit: a linear layer of torch whose weight holds codes."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 32, bias=False)
+        self.weight = nn.Parameter(torch.randint(0, 256, (512, 1)).byte(), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        codes = torch.cat([self.weight & 15, self.weight >> 4], 1).reshape(32, 32)
+        return F.linear(x, (codes.float() - 7.5) / 40)
+
+
+class OneByte(nn.Linear):
+    """As transformers' FP8Linear."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 32, bias=False)
+        self.weight = nn.Parameter(self.weight.detach().to(FP8), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.float() * 0.5)
+
+
+@pytest.mark.parametrize("kind", [Packed, FourBits, OneByte])
+def test_a_base_of_codes_is_recorded_at_its_boundary(tmp_path: Path, kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"base": kind(), "lora_A": nn.Linear(32, 4)})
+    x = torch.randn(8, 32, requires_grad=True)
+
+    def train() -> list[Tensor]:
+        y = model["base"](x)
+        y.retain_grad()
+        (y.square().mean() + model["lora_A"](x).mean()).backward()
+        own, x.grad = x.grad, None
+        return [x.detach(), y.detach(), y.grad, own]
+
+    plain = train()
+    assert [row.recorded for row in coverage(model, "bf16") if row.paths == "base"] == ["layer0.base"]
+    with Recorder(tmp_path, tensors=LINEAR, scores=()) as recorder, instrument(model, "bf16", recorder):
+        assert all(map(torch.equal, train(), plain))
+    base = rows(tmp_path, module="base")
+    assert sorted({*base.tensor_name} - {"weight"}) == ["grad_input", "grad_output", "input", "output"]
+    for name, expected in zip(("input", "output", "grad_output"), plain, strict=False):
+        assert torch.equal(value(base, 0, "base", name), expected)
+
+
+@pytest.mark.parametrize("kind", [Packed, FourBits])
+def test_a_recipe_that_rounds_codes_is_refused_by_name(kind: type[nn.Module]) -> None:
+    model = nn.ModuleDict({"base": kind(), "lora_A": nn.Linear(32, 4)})
+    text = rf"base \({kind.__name__}\) can only be recorded, because its weight is already quantized"
+    with pytest.raises(InstrumentError, match=text), instrument(model, "mxfp8"):
+        pass
+    (row,) = (row for row in coverage(model, "mxfp8") if row.paths == "base")
+    assert (row.recorded, "already quantized" in row.reason) == ("", True)
+    with instrument(model, "mxfp8", exclude=["base"]):
+        model["base"](torch.randn(8, 32))
