@@ -257,12 +257,12 @@ def _check_kernels(models: Sequence[nn.Module], stages: Stages) -> None:
 
 
 def _check_dtypes(stages: Stages, recorded: Collection[Site]) -> None:
-    """Raises InstrumentError for layers with weights in float64, if they are recorded or quantized. What a layer
+    """Raises InstrumentError for recorded or quantized layers with weights in float64 or complex numbers. What a layer
     computes in follows from its inputs, too: the first pass shows that."""
     for layer, _, of_product in stages:
         if layer.site in recorded or any(part != Part() for _, part in of_product):
             for weight in layer.module.parameters():
-                if weight.dtype == torch.float64:
+                if weight.dtype == torch.float64 or weight.is_complex():
                     raise wrong_dtype(layer, weight.dtype)
 
 
@@ -366,6 +366,8 @@ def _facts(
 
 def device_name(device: torch.device) -> str:
     """The name that an accelerator gives itself, such as "NVIDIA H100 80GB HBM3", else the type of the device."""
+    if device.type == "meta":  # the parameters have no values yet
+        return device.type
     named = getattr(torch.get_device_module(device), "get_device_name", None)
     return str(named(device)) if named else device.type
 

@@ -141,12 +141,15 @@ def _forward(recording: Recording, layer: Layer, kinds: dict[str, TensorKind]) -
                 recording.show(kinds[name], layer, x, moment)
 
         def arrived(gradient: Tensor) -> None:
-            if not sampling():
+            nonlocal shown
+            if not (sampling() or shown):  # another backward pass through this call is not recorded
+                shown = True
                 show("grad", gradient)
                 if "grad_b" in kinds and weight is not None and weight.requires_grad:
                     _next_gradient(weight, partial(show, "grad_b"))
 
         weight: Tensor | None = layer.weight
+        shown = False
         first_pass = not running_backward()
         sample = None
         if first_pass:

@@ -18,6 +18,7 @@ from typing import Any, Self
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from binade.collector.capture.adapters.layer import (
     FIRST_PASS,
@@ -37,7 +38,8 @@ NAMED = (FLEX, *GROUPED)  # some of them are torch operators, which are not sing
 
 
 class FirstPass(Interception):
-    """layers: what the adapters intercept. excluded: modules that are not watched. attention: whether to refuse it.
+    """layers: what the adapters intercept. excluded: modules that are not watched; nor are those that
+    compute a parametrized weight. attention: whether to refuse it.
     show: called with a sentence about layers that are recorded but not rounded."""
 
     def __init__(
@@ -50,7 +52,8 @@ class FirstPass(Interception):
     ) -> None:
         self.names = {module: name for name, module in model.named_modules()}
         self.findings, self.show = Findings(), show
-        self.excluded = {inner for module in excluded for inner in module.modules()}
+        computing_weights = (module for module in self.names if isinstance(module, parametrize.ParametrizationList))
+        self.excluded = {inner for module in (*excluded, *computing_weights) for inner in module.modules()}
         left = [m for m in self.names if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) or m in self.excluded]
         self.weights = CurrentWeights(model, left)
         self.known = {layer.module for layer in layers if layer.products != (Product.LINEAR,)}

@@ -244,12 +244,12 @@ def packed_dtype(module: nn.Module) -> torch.dtype | None:
     own = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
     weight = own.get("weight")
     if isinstance(module, nn.Linear):
-        return None if weight is None or weight.is_floating_point() else weight.dtype
+        return None if weight is None or weight.is_floating_point() or weight.is_complex() else weight.dtype
     sizes = [getattr(module, name, None) for name in ("in_features", "infeatures", "out_features", "outfeatures")]
     if sum(isinstance(size, int) for size in sizes) < 2 or (weight is not None and weight.is_floating_point()):
         return None
-    codes = (x.dtype for x in own.values() if x.dim() > 1 and not x.is_floating_point() and x.dtype != torch.bool)
-    return next(codes, None)
+    kinds = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+    return next((x.dtype for x in own.values() if x.dim() > 1 and x.dtype in kinds), None)
 
 
 def calls(module: nn.Module, *words: str | frozenset[str]) -> bool:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
 
 from binade import Catalog, Filter, Recorder, fake_quantize, instrument
 from binade.collector.capture.adapters.layer import InstrumentError
@@ -169,3 +170,39 @@ def test_a_weight_that_is_expanded_over_a_batch_is_that_of_a_linear_layer(
         results.append((y, model["layer"].weight.grad, *rows[["absmax", "rms", "numel"]].to_numpy(float).T))
     for expected, given in zip(*results, strict=True):
         torch.testing.assert_close(torch.as_tensor(given), torch.as_tensor(expected), rtol=1e-5, atol=1e-6)
+
+
+def test_a_parametrization_that_multiplies_by_its_weight_is_no_product_of_the_model(tmp_path: Path) -> None:
+    def gradients(root: Path | None, recipe: str) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Layers()
+        spectral_norm(model.layers[0])
+        with Recorder(root or tmp_path, label="x", iterations=1, enabled=root is not None) as recorder:
+            with instrument(model, recipe, recorder):
+                model(torch.ones(4, 32)).square().mean().backward()
+        return [p.grad for p in model.parameters() if p.grad is not None] + list(model.buffers())
+
+    assert all(map(torch.equal, gradients(tmp_path / "run", "bf16"), gradients(None, "bf16")))
+    gradients(tmp_path / "rounded", "mxfp8")
+    assert set(Catalog.open(tmp_path / "rounded").tensors(Filter()).layer_index) == {1, 2}
+
+
+def test_a_model_may_get_its_values_after_it_was_instrumented(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = Layers()
+    with Recorder(tmp_path, label="x", iterations=1) as recorder, instrument(model, "mxfp8", recorder):
+        model.to_empty(device="cpu")
+        for parameter in model.parameters():
+            nn.init.ones_(parameter)
+        model(torch.ones(4, 32)).square().mean().backward()
+    assert set(Catalog.open(tmp_path).tensors(Filter(tensor_name=["weight"])).absmax) == {1.0}
+
+
+def test_complex_weights_are_refused_by_name(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"up": nn.Linear(8, 8), "filter": nn.Linear(8, 8, dtype=torch.complex64)})
+    with (
+        Recorder(tmp_path, label="x", iterations=1) as recorder,
+        pytest.raises(InstrumentError, match="filter.* computes in complex64"),
+        instrument(model, "bf16", recorder),
+    ):
+        pass
