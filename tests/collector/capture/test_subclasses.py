@@ -202,7 +202,7 @@ def test_complex_weights_are_refused_by_name(tmp_path: Path) -> None:
     model = nn.ModuleDict({"up": nn.Linear(8, 8), "filter": nn.Linear(8, 8, dtype=torch.complex64)})
     with (
         Recorder(tmp_path, label="x", iterations=1) as recorder,
-        pytest.raises(InstrumentError, match="filter.* computes in complex64"),
+        pytest.raises(InstrumentError, match=r"filter.* computes in complex64"),
         instrument(model, "bf16", recorder),
     ):
         pass
