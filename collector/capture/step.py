@@ -140,6 +140,8 @@ def _forward(recording: Recording, layer: Layer, kinds: dict[str, TensorKind]) -
             if name in kinds and x is not None:
                 recording.show(kinds[name], layer, x, moment)
 
+        shown = False
+
         def arrived(gradient: Tensor) -> None:
             nonlocal shown
             if not (sampling() or shown):  # another backward pass through this call is not recorded
@@ -149,7 +151,6 @@ def _forward(recording: Recording, layer: Layer, kinds: dict[str, TensorKind]) -
                     _next_gradient(weight, partial(show, "grad_b"))
 
         weight: Tensor | None = layer.weight
-        shown = False
         first_pass = not running_backward()
         sample = None
         if first_pass:

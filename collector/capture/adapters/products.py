@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from binade.collector.capture.adapters.layer import InstrumentError
 from binade.collector.models.parallel import STACKED, Call, add_bias, reshaped
 from binade.quant import gemm
 from binade.quant.gemm import Observed, Tap
@@ -118,6 +119,18 @@ def names_in(code: CodeType) -> frozenset[str]:
     inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
     operators = {"@"} if any(instruction.argrepr == "@" for instruction in dis.get_instructions(code)) else set()
     return frozenset(operators.union(code.co_names, *map(names_in, inner)))
+
+
+def on_values(name: str, x: Any, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """A jagged nested tensor of the function's result for the values of one, [tokens, ...]. Raises InstrumentError for
+    another nested tensor."""
+    if x.layout is not torch.jagged or x.lengths() is not None or x._ragged_idx != 1:
+        raise InstrumentError(
+            f"{name} is called with a nested tensor whose sequences do not lie one after the other: expected "
+            f"torch.nested.nested_tensor(..., layout=torch.jagged), or leave it out with exclude=[{name!r}]"
+        )
+    y: Tensor = torch.nested.nested_tensor_from_jagged(function(x.values()), x.offsets())
+    return y
 
 
 def linear(original: Product, x: Tensor, weight: Tensor, call: Call, bias: Tensor | None = None) -> Tensor:

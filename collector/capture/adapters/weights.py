@@ -46,6 +46,7 @@ from binade.collector.capture.adapters.products import (
     linear,
     names_in,
     observed_product,
+    on_values,
     tensors_in,
 )
 from binade.collector.models.parallel import Begin, Call
@@ -161,18 +162,6 @@ def functional_linear(name: str, call: Call, input: Tensor, weight: Tensor, bias
         return linear(lambda a, b: F.linear(a, b, bias), x, weight, call, bias)
 
     return linear_on_parts(name, on_parts, input, weight, bias)
-
-
-def on_values(name: str, x: Any, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """A jagged nested tensor of the function's result for the values of one, [tokens, ...]. Raises InstrumentError for
-    another nested tensor."""
-    if x.layout is not torch.jagged or x.lengths() is not None or x._ragged_idx != 1:
-        raise InstrumentError(
-            f"{name} is called with a nested tensor whose sequences do not lie one after the other: expected "
-            f"torch.nested.nested_tensor(..., layout=torch.jagged), or leave it out with exclude=[{name!r}]"
-        )
-    y: Tensor = torch.nested.nested_tensor_from_jagged(function(x.values()), x.offsets())
-    return y
 
 
 def is_linear(module: nn.Module) -> bool:
