@@ -39,9 +39,11 @@ def is_ordinary(x: Tensor) -> bool:
     """Whether x is strided and has memory of its own, as it is. True of a meta tensor, which no kernel reads."""
     if x.layout is not torch.strided or x.is_nested or x.is_neg() or not torch._C._has_storage(x):
         return False
-    if type(x).__name__ in _SHAPES_ALONE:  # torch warns of reading its address
-        return False
-    return x.device.type == "meta" or not x.numel() or x.data_ptr() != 0
+    return x.device.type == "meta" or not x.numel() or _has_memory(x)
+
+
+def _has_memory(x: Tensor) -> bool:
+    return type(x).__name__ not in _SHAPES_ALONE and x.data_ptr() != 0  # of which torch warns to read the address
 
 
 def is_dtensor(x: object) -> bool:

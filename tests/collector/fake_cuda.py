@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,7 +70,7 @@ load_device()
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
-from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from binade.collector.capture import delayed_scales  # noqa: E402
@@ -77,7 +78,7 @@ from binade.collector.capture.instrument import instrument  # noqa: E402
 from binade.collector.capture.recorder import Recorder  # noqa: E402
 from binade.collector.models.model import GPTModel  # noqa: E402
 from binade.collector.settings import DEFAULT_SCORES  # noqa: E402
-from binade.quant import rotation  # noqa: E402
+from binade.quant import memory, rotation  # noqa: E402
 from binade.quant.backends import triton_kernels, triton_summary  # noqa: E402
 from tests.collector.small_model import SHAPE  # noqa: E402
 
@@ -141,7 +142,9 @@ class Event:
 
 
 def pretend() -> None:
-    """The parts of torch.cuda and Triton that ask for the GPU itself."""
+    """The parts of torch.cuda and Triton that ask for the GPU itself, and fake tensors that pass for real ones."""
+    vars(memory).update(_has_memory=lambda x: True, _ORDINARY=(*memory._ORDINARY, FakeTensor))
+    vars(memory).update(_disable_current_modes=nullcontext)  # all that recording does is seen
     for module, kernels in KERNELS.items():
         vars(module)["INTERPRETED"] = False
         vars(module).update({f"{name}_kernel": Launches() for name in kernels})
