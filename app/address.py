@@ -70,10 +70,10 @@ def write(view: View, reading: Reading | None = None) -> None:
 
 
 def _without_selected(view: View) -> View:
-    """The view without the parameters that its answer does not depend on."""
+    """The view without the parameters on which its run, iteration and format do not depend."""
     part = PAGES[view.page].parts.get(view.part)
-    selects = part.question.selects if part and part.question else {}
-    return view.changed(**dict.fromkeys(selects))
+    names = (*part.question.selects, *part.question.at_once) if part and part.question else ()
+    return view.changed(**dict.fromkeys(names))
 
 
 def left_open(view: View, reading: Reading) -> dict[str, list[str]]:

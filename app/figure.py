@@ -6,7 +6,6 @@ function.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import textwrap
 import threading
@@ -57,6 +56,16 @@ class _Item:
 
 
 @dataclass(frozen=True)
+class OnPage:
+    """What a page draws of a figure: the text of its specification, in which data sets are named d0, d1 …; these by
+    name, as {columns: values by name, length: number of rows}; the names of its selections."""
+
+    spec: str
+    tables: dict[str, Any]
+    selections: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Figure(_Item):
     """
     name     of the chart in its view, and of the files it is saved as
@@ -94,7 +103,7 @@ class Figure(_Item):
         """The title of an axis; "" if it has none, and for a chart of several plots."""
         titles = [
             (encoding.get("axis") or {}).get("title", encoding.get("title"))
-            for encoding in numbers.encodings(self.page_spec, channel)
+            for encoding in numbers.encodings(self.spec, channel)
         ]
         return next(filter(None, titles), "")
 
@@ -109,35 +118,36 @@ class Figure(_Item):
     def spec(self) -> dict[str, Any]:
         """The Vega-Lite specification with all of its data, without the URL of its schema and without a
         configuration."""
-        spec = self._spec(lambda table, stream: _records(table))
-        return {name: value for name, value in spec.items() if name not in ("$schema", "config")}
+        return self._spec(_records)
 
     @cached_property
-    def page_spec(self) -> dict[str, Any]:
-        """The specification for a page, with its data as Arrow streams in `datasets`."""
-        spec = self._spec(lambda table, stream: stream)
+    def on_page(self) -> OnPage:
+        """What a page draws."""
+        spec = self._spec(_columns)
+        tables = spec.pop("datasets")
         if "spec" not in spec:  # the signal width of a facet is not that of the chart
             _wrap_titles(spec)
-        return spec | {"config": spec.get("config", {}) | OVER_STREAMLIT, "usermeta": SVG}
+        selections = tuple(param["name"] for param in spec.get("params", ()) if "select" in param)
+        return OnPage(json.dumps(spec), tables, selections)
 
-    def _spec(self, content: Callable[[pa.Table, bytes], Any]) -> dict[str, Any]:
-        """The specification. content: returns the entry of a table in `datasets`, from the table and its Arrow stream;
-        the entry is named after the stream's hash."""
-        datasets: dict[str, Any] = {}
+    def _spec(self, content: Callable[[pa.Table], Any]) -> dict[str, Any]:
+        """The specification. content: returns the entry of a table in `datasets`. These are d0, d1 … in the order in
+        which the chart has them, whatever they contain."""
+        found: list[Any] = []
 
         def keep(data: Any) -> Any:
-            table = _arrow(data)
-            stream = _stream(table)
-            name = hashlib.sha256(stream).hexdigest()
-            datasets[name] = content(table, stream)
-            return {"name": name}
+            place = next((place for place, other in enumerate(found) if other is data), len(found))
+            found[place:] = found[place:] or [data]
+            return {"name": f"d{place}"}
 
         with _altair:  # Altair's registry is shared by all threads
             alt.data_transformers.register("kept", keep)
             with alt.data_transformers.enable("kept"):
                 spec = self.chart.to_dict(validate=schemapi.DEBUG_MODE)
         numbers.label(spec)
-        return spec | {"datasets": spec.get("datasets", {}) | datasets}
+        kept = {name: value for name, value in spec.items() if name not in ("$schema", "config")}
+        tables = {f"d{place}": content(_arrow(data)) for place, data in enumerate(found)}
+        return kept | {"datasets": spec.get("datasets", {}) | tables}
 
     @property
     def is_several(self) -> bool:
@@ -307,18 +317,11 @@ class Drawn:
     def prepared(self) -> Drawn:
         """The same answer, with everything that pages need from its figures already computed."""
         for figure in self.figures:
-            _ = figure.page_spec
+            _ = figure.on_page
         return self
 
     def get(self, name: str) -> Figure | None:
         return next((figure for figure in self.figures if figure.name == name), None)
-
-
-# Streamlit's theme moves the first and the last label of an axis into the plot, away from their ticks and cells, and
-# shows the fields of a mark that has no tooltip under the names of their columns.
-OVER_STREAMLIT = {name: {"labelFlush": False} for name in ("axisY", "axisXDiscrete")} | {"mark": {"tooltip": None}}
-# Streamlit draws a chart of more than 2,000 marks on a canvas, which cannot be saved as a picture with a caption.
-SVG = {"embedOptions": {"renderer": "svg"}}
 
 
 def _wrap_titles(spec: dict[str, Any]) -> None:
@@ -344,22 +347,24 @@ def _arrow(data: pd.DataFrame) -> pa.Table:
         return pa.Table.from_pandas(data.astype(dict.fromkeys(data.select_dtypes(object), str)), preserve_index=False)
 
 
-def _stream(table: pa.Table) -> bytes:
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
-    return bytes(sink.getvalue())
-
-
-def _records(table: pa.Table) -> list[dict[str, Any]]:
-    """A table's rows for JSON, which has no NaN, infinities or dates. Altair's own takes six times as long."""
+def _finite(table: pa.Table) -> list[pa.Array]:
+    """The columns of a table for JSON, which has no NaN, infinities or dates. Altair's own takes six times as long."""
     columns = []
     for column in table.columns:
         if pa.types.is_floating(column.type):
             column = pc.if_else(pc.is_finite(column), column, None)
         columns.append(column.cast(pa.string()) if pa.types.is_temporal(column.type) else column)
-    rows: list[dict[str, Any]] = pa.table(columns, table.column_names).to_pylist()
+    return columns
+
+
+def _records(table: pa.Table) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = pa.table(_finite(table), table.column_names).to_pylist()
     return rows
+
+
+def _columns(table: pa.Table) -> dict[str, Any]:
+    columns = {name: column.to_pylist() for name, column in zip(table.column_names, _finite(table), strict=True)}
+    return {"columns": columns, "length": table.num_rows}
 
 
 def source(where: Filter | None, what: str) -> str:

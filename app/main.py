@@ -21,12 +21,8 @@ ICON = (
 )
 
 
-def _header(presenting: bool) -> None:
+def _header() -> None:
     """The pages, each with the scope and the filter of the view that is shown, and the menus that belong to no page."""
-    if presenting:
-        with st.container(key="present"):
-            _presentation("End presentation", ":material/close:", False)
-        return
     view = address.shown()
     with st.container(key="header", horizontal=True, vertical_alignment="center", gap="small"):
         st.markdown("**Binade**", width="content")
@@ -37,13 +33,6 @@ def _header(presenting: bool) -> None:
         palette_view.show()
         users.panel()
         share_view.panel()
-        _presentation("Present", ":material/slideshow:", True)
-
-
-def _presentation(title: str, icon: str, on: bool) -> None:
-    """A button that hides everything except the answer and enlarges it, or goes back."""
-    change = st.session_state.update
-    st.button(title, icon=icon, type="tertiary", key="presentation", on_click=change, args=({"presenting": on},))
 
 
 def navigate(default: str = "map") -> None:
@@ -51,9 +40,6 @@ def navigate(default: str = "map") -> None:
     st.set_page_config(page_title="Binade", page_icon=ICON, layout="wide", initial_sidebar_state="collapsed")
     history = Path(__file__).with_name("history.js").read_text(encoding="utf-8")
     st.html(f"<script>{history}</script>", unsafe_allow_javascript=True)
-    presenting = st.session_state.get("presenting", False)
-    if presenting:
-        st.html(Path(__file__).with_name("presentation.css"))
     known = users.sign_in()
     shows = {name: frame.page_of(name) for name in PAGES}
     shows["home"] = frame.opens(default)  # its address with its name
@@ -87,7 +73,7 @@ def navigate(default: str = "map") -> None:
             finally:
                 if not leaves:
                     with header:  # after the page, which knows the view
-                        _header(presenting)
+                        _header()
         except DamagedIndexError as error:
             st.error(f"{error}.", icon=":material/error:")
 

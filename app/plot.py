@@ -87,10 +87,14 @@ def iterations(**scale: Any) -> alt.X:
     return x("iteration", "iteration", {"tickMinStep": 1, "format": "d"}, **scale)
 
 
-def names(column: str, order: Iterable[str], longest: int = 240, axis: Look | None = None, **scale: Any) -> alt.Y:
-    """Names, one row each, in this order. longest: pixels of a name; axis: other properties of Vega-Lite's axis."""
+def names(
+    column: str, order: Iterable[str] | None, longest: int = 240, axis: Look | None = None, **scale: Any
+) -> alt.Y:
+    """Names, one row each, in this order, or that of the table. longest: pixels of a name; axis: other properties of
+    Vega-Lite's axis."""
     look: Look = {"ticks": False, "domain": False, "labelLimit": longest, "labelExpr": style.shortened(longest)}
-    return y(f"{column}:N", None, look | (axis or {}), **scale).sort(list(order))
+    place = y(f"{column}:N", None, look | (axis or {}), **scale)
+    return place.sort(None if order is None else list(order))
 
 
 def named(
@@ -124,6 +128,16 @@ def ramp(column: str, legend: Mapping[str, Any] | None, **scale: Any) -> alt.Col
     """The colors of numbers in a heat map: bright is large. legend and scale: properties of Vega-Lite's."""
     colors = alt.Scale(**({"range": style.RAMP, "interpolate": "rgb"} | scale))
     return alt.Color(f"{column}:Q", scale=colors, legend=alt.Legend(**legend) if legend else None)
+
+
+def in_table() -> Look:
+    """The channels of groups whose looks are in the table: columns group, color and dash. Such a chart stays when its
+    groups change."""
+    return {
+        "color": alt.Color("color:N", scale=None),
+        "strokeDash": alt.StrokeDash("dash:N", scale=None),
+        "detail": "group:N",
+    }
 
 
 def shift(column: str, low: float, high: float) -> alt.YOffset:

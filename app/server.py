@@ -11,6 +11,7 @@ from streamlit.starlette import App
 
 from binade.app import downloads, reruns, sharing, users
 from binade.app.base_path import WithBasePath, WithoutBasePath
+from binade.app.components import routes
 from binade.app.guard import Guard
 from binade.app.one_address import OneAddress
 from binade.app.preloading import Preloading, import_pages
@@ -42,7 +43,10 @@ def sweep_root() -> None:
 importing = Thread(target=prepare, daemon=True)
 app = App(
     Path(__file__).with_name("main.py"),
-    routes=[Route(sharing.current.base_path + downloads.ADDRESS, downloads.respond)],
+    routes=[
+        Route(sharing.current.base_path + downloads.ADDRESS, downloads.respond),
+        *routes(sharing.current.base_path),
+    ],
     middleware=[
         Middleware(WithoutBasePath, path=sharing.current.base_path),
         Middleware(Guard, sharing=sharing.current),

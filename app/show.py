@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import pandas as pd
@@ -18,7 +17,8 @@ from pandas.io.formats.style import Styler
 
 from binade.app import exports
 from binade.app.bar import only
-from binade.app.figure import Column, Drawn, Facts, Figure, Table
+from binade.app.components import component
+from binade.app.figure import HEIGHT, Column, Drawn, Facts, Figure, Table
 from binade.app.formatting import plain
 from binade.app.params import Interval
 from binade.app.report.rendering import RenderError
@@ -45,11 +45,12 @@ CLEAR = ":material/close:"
 
 @st.cache_resource
 def _exporter() -> Callable[..., Any]:
-    html, css, picture, js = (
-        Path(__file__).with_name(name).read_text(encoding="utf-8")
-        for name in ("export.html", "export.css", "picture.js", "export.js")
-    )
-    return st.components.v2.component("binade_export", html=html, css=css, js=picture + js)
+    return component("export")
+
+
+@st.cache_resource
+def _charts() -> Callable[..., Any]:
+    return component("chart", ".chart[data-state=drawing] {\n  min-height: 300px\n}")
 
 
 def draw(
@@ -74,102 +75,109 @@ def draw(
     figure marks.
     """
     name, choose = figure.name, figure.choose
-    options: dict[str, Any] = {}
-    every = [param["name"] for param in figure.page_spec.get("params", ()) if "select" in param]
-    told = {CHOSEN: choose, DRAGGED: on_brush, CLEARED: on_brush}
-    modes = [mode for mode in every if told.get(mode) or (mode.startswith(ONLY) and pin)]
-    # Streamlit keeps a chart's selections when its data change, so a chart that has narrowed the filter or marks
-    # something else gets a new key.
-    key = f"figure_{name}_{st.session_state.get(_narrowed(figure), 0)}_{figure.marked}"
-    if modes:
-        options = {"on_select": lambda: _tell(figure, key, modes, on_choose, on_brush), "selection_mode": modes}
-    if figure.height:
-        options["height"] = figure.height
-    card = st.container(key=f"card_{name}", gap="xsmall")
+    on_page = figure.on_page
+    heard = {CHOSEN: choose, DRAGGED: on_brush, CLEARED: on_brush}
+    modes = [mode for mode in on_page.selections if heard.get(mode) or (mode.startswith(ONLY) and pin)]
     beside: tuple[tuple[Literal["x", "y"], Figure | None], ...] = (("x", below), ("y", left))
-    hidden = [axis for axis, other in beside if other and figure.axis_title(axis) == other.axis_title(axis)]
-    with card.container(key=f"{''.join(f'no_{axis}_title_' for axis in hidden)}of_{name}"):
-        box = st.container(key=f"chart_{name}")
-    with box:
-        event = st.vega_lite_chart(spec=figure.page_spec, key=key, alt=_alt(figure), **options)
+    data = {
+        "spec": on_page.spec,
+        "tables": on_page.tables,
+        "height": figure.height or HEIGHT,
+        "alt": _alt(figure),
+        "selections": modes,
+        "marked": figure.marked,
+        "hidden": [axis for axis, other in beside if other and figure.axis_title(axis) == other.axis_title(axis)],
+        "caption": figure.caption_svg,
+        "pin": pin and draft.shown_view() is not None and not read_only(),
+        "table": False,
+        "gestures": [
+            text
+            for kind, text in GESTURES.items()
+            if any(mode.startswith(kind) for mode in (modes if kind in heard else on_page.selections))
+        ],
+    }
+    card = st.container(key=f"card_{name}", gap="xsmall")
+    key = f"chart_{name}"
+
+    def hear() -> None:
+        _hear(figure, st.session_state[key].selected, on_choose, on_brush)
+
+    with card:
+        result = _menu(
+            _charts, key, name, data, lambda end: exports.of_figure(figure, end), on_selected_change=hear,
+            on_pinned_change=lambda: draft.pin(figure, view),
+        )  # fmt: skip
     if note := f"{figure.note} {figure.hint if choose or on_brush else ''}".strip():
         card.caption(note)
     if figure.marked is not None and (clear := on_brush or on_choose):
         label = f"Clear the {figure.brush or choose}"
         card.button(label, key=f"clear_{name}", on_click=clear, args=(None,), type="tertiary", icon=CLEAR)
-    data = {
-        "chart": f"chart_{name}",
-        "caption": figure.caption_svg,
-        "pin": pin and draft.shown_view() is not None and not read_only(),
-        "gestures": [
-            text
-            for kind, text in GESTURES.items()
-            if any(mode.startswith(kind) for mode in (modes if kind in told else every))
-        ],
-    }
-    with card:
-        _menu(name, data, lambda end: exports.of_figure(figure, end), on_pinned_change=lambda: draft.pin(figure, view))
     if pin and st.session_state.pop("pin_first", False):  # the key p
         draft.pin(figure, view)
-    if not choose:
-        return None
-    return _picked(event, choose)
+    return _picked(result.selected, choose)
 
 
-def _menu(name: str, data: dict[str, Any], content: Callable[[str], bytes], **options: Any) -> None:
-    """The menu of a chart or a table. What the browser cannot make is made when it is chosen and sent with the next
-    drawing: content of the file with this suffix, one of exports.TABLES and exports.PAPERS."""
-    key = f"export_{name}"
+def _menu(
+    made: Callable[[], Callable[..., Any]],
+    key: str,
+    name: str,
+    data: dict[str, Any],
+    content: Callable[[str], bytes],
+    **options: Any,
+) -> Any:
+    """A component with the menu of a chart or a table. What the browser cannot make is made when it is chosen and sent
+    with the next drawing: content of the file with this suffix, one of exports.TABLES and exports.PAPERS."""
     waiting = f"saved_{name}"
 
     def save() -> None:
-        chosen = st.session_state[key].saved
-        if chosen["end"] not in (*exports.TABLES, *exports.PAPERS):
-            return
-        try:
-            made = base64.b64encode(content(chosen["end"])).decode()
-        except RenderError as error:
-            st.toast(f"{error}.", icon=":material/error:")
-        else:
-            kind = exports.media_type(chosen["end"])
-            st.session_state[waiting] = {"id": chosen["id"], "end": chosen["end"], "type": kind, "content": made}
+        st.session_state[waiting] = file_of(st.session_state[key].saved, content)
 
-    given = {"name": f"binade-{plain_name(name).replace('_', '-')}", "saved": st.session_state.pop(waiting, None)}
-    _exporter()(key=key, data=data | given, on_saved_change=save, **options)
+    given = {"name": file_name(name), "saved": st.session_state.pop(waiting, None)}
+    return made()(key=key, data=data | given, on_saved_change=save, **options)
 
 
-def _picked(event: Any, field: str) -> Any:
-    picked = event["selection"].get(CHOSEN) or []
-    return picked[0].get(field) if picked else None
+def file_name(name: str) -> str:
+    """The name of the files that a chart or a table is saved as, without a suffix."""
+    return f"binade-{plain_name(name).replace('_', '-')}"
 
 
-def _narrowed(figure: Figure) -> str:
-    """The key in the session state that counts how often a chart has narrowed the filter."""
-    return f"narrowed_{figure.name}"
+def file_of(asked: Mapping[str, Any], content: Callable[[str], bytes]) -> dict[str, str] | None:
+    """The file that a menu asked for, for the browser; None, with a message, if it cannot be made."""
+    end = asked["end"]
+    if end not in (*exports.TABLES, *exports.PAPERS):
+        return None
+    try:
+        made = base64.b64encode(content(end)).decode()
+    except RenderError as error:
+        st.toast(f"{error}.", icon=":material/error:")
+        return None
+    return {"id": asked["id"], "end": end, "type": exports.media_type(end), "content": made}
 
 
-def _tell(
+def _picked(selected: Any, field: str | None) -> Any:
+    """The field of the mark that was clicked; None if none was."""
+    if field and selected and selected["name"] == CHOSEN and selected["selected"]:
+        return selected["selected"][0].get(field)
+    return None
+
+
+def _hear(
     figure: Figure,
-    key: str,
-    modes: list[str],
+    selected: Any,
     on_choose: Callable[[Any], None] | None,
     on_brush: Callable[[Interval | None], None] | None,
 ) -> None:
     """Narrow the filter to a mark that was Shift-clicked, or report a mark that was clicked without Shift or a range
     that was dragged over."""
-    event = st.session_state[key]
-    for mode in modes:
-        picked = event["selection"].get(mode) or []
-        if mode.startswith(ONLY) and picked:
-            only(catalog(), {figure.by if name == "group" else name: value for name, value in picked[0].items()})
-            st.session_state[_narrowed(figure)] = st.session_state.get(_narrowed(figure), 0) + 1
-            return
-    if on_choose and figure.choose and (value := _picked(event, figure.choose)) is not None:
+    name, values = selected["name"], selected["selected"]
+    if name.startswith(ONLY):
+        only(catalog(), {figure.by if field == "group" else field: value for field, value in values[0].items()})
+    elif on_choose and (value := _picked(selected, figure.choose)) is not None:
         on_choose(None if value == figure.marked else value)
-    if on_brush and event["selection"].get(CLEARED):
+    elif on_brush and name == CLEARED:
         on_brush(None)
-    elif on_brush and (ranges := event["selection"].get(DRAGGED)):
-        low, high = (round(float(end), 2) for end in next(iter(ranges.values())))  # finer than a pixel
+    elif on_brush and name == DRAGGED:
+        low, high = (round(float(end), 2) for end in next(iter(values.values())))  # finer than a pixel
         if low < high:
             on_brush(Interval(low, high))
 
@@ -220,8 +228,10 @@ def table(table: Table, on_choose: Callable[[Any], None] | None = None) -> Any:
     with st.container(key=f"table_menu_{table.name}"):
         read = shown.rename(columns={name: given["label"] for name, given in config.items()})
         _menu(
+            _exporter,
+            f"export_table_{table.name}",
             f"table_{table.name}",
-            {"gestures": []},
+            {"gestures": [], "table": True},
             lambda end: exports.of_table(table.frame if end == ".csv" else read, end),
         )
     return chosen(event) if choose else None

@@ -38,7 +38,7 @@ FORMAT_COLORS = {
     "nvfp4": "#15a678",
 }
 # For formats that have no color above, in their order, so that a new format needs no change here.
-SPARE = ("#9d5c8f", "#7c8a1f", "#4f7f9e", "#b5703c", "#c0508a", "#2f8f7a")
+SPARE = ("#9d5c8f", "#7c8a1f", "#4f7f9e", "#b5703c", "#c0508a", "#2f8f7a", "#7a6fb0")
 FORMAT_COLORS |= dict(zip((name for name in FORMATS if name not in FORMAT_COLORS), cycle(SPARE), strict=False))
 # For groups that are not formats: none of the colors above. All are readable on light and on dark. The first six can
 # be told apart without red or green cones, as can the formats that runs are most often trained in.

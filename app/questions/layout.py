@@ -230,15 +230,21 @@ def _show(opened: Catalog, item: Item, view: View, reading: Reading, left: Item 
                     st.button(label, key=f"offer_{label}", on_click=address.change, kwargs=dict(params))
         case Facts():
             show_items.facts(item)
-        case Text(kind="heading"):
-            st.markdown(item.text)
-        case Text(kind="error"):
-            st.error(plain(item.text), icon=":material/broken_image:")
-        case Text(kind="problem"):
-            st.info(plain(item.text), icon=":material/info:")
         case Text():
+            show_text(item)
+
+
+def show_text(item: Text) -> None:
+    match item.kind:
+        case "heading":
+            st.markdown(item.text)
+        case "error":
+            st.error(plain(item.text), icon=":material/broken_image:")
+        case "problem":
+            st.info(plain(item.text), icon=":material/info:")
+        case _:
             st.caption(plain(item.text))
-    if isinstance(item, Text) and item.details:
+    if item.details:
         with st.expander("Details"):
             for line in item.details:
                 st.text(line)

@@ -45,6 +45,7 @@ class Question:
     takes        further parameters without a control: by name, a function of the catalog that returns the parameter
     defaults     of parameters that depend on the others: by name, a function of the catalog and the values
     selects      the same for what is selected in the answer, on which it does not depend
+    at_once      parameters that the browser draws before Python hears of them: they change no run, iteration or format
     slow         a title for the slow part of draw, "" if there is none. draw then also takes `done`, which it calls
                  with (steps done, steps in all)
     rounds       whether draw rounds many tensors: a function of the catalog, the filter and the values
@@ -81,6 +82,7 @@ class Question:
     takes: dict[str, Callable[[Catalog], Param]] = field(default_factory=dict)
     defaults: dict[str, Callable[[Catalog, Mapping[str, Any]], Any]] = field(default_factory=dict)
     selects: dict[str, Callable[[Catalog], Param]] = field(default_factory=dict)
+    at_once: tuple[str, ...] = ()
     slow: str = ""
     rounds: Callable[[Catalog, Filter, Mapping[str, Any]], bool] | None = None
     of_runs: bool = False

@@ -39,11 +39,11 @@ class RenderError(RuntimeError):
 SCALE = 1.5  # pixels of a PNG per pixel of an SVG
 
 
-def as_png(svg: str) -> bytes:
+def as_png(svg: bytes) -> bytes:
     """A picture as PNG."""
     import vl_convert
 
-    png: bytes = vl_convert.svg_to_png(svg, scale=SCALE)
+    png: bytes = vl_convert.svg_to_png(svg.decode(), scale=SCALE)
     return png
 
 

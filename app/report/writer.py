@@ -25,7 +25,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -227,6 +227,20 @@ class Files:
                 self.write(f"{path}-{width}.{kind}", drawn)
 
 
+def _write_texts(opened: Catalog, where: Filter, files: Files, html: str, sections: Sequence[Section]) -> None:
+    """The page, the statistics and the tables."""
+    numbers = stats.tensor_stats(opened, where)
+    texts = {
+        "tensor_stats.json": stats.strict_json(numbers),
+        "tensor_stats.txt": stats.as_text(numbers, where.sentence()),
+        "index.html": html,
+    }
+    for name, text in texts.items():
+        files.write(name, text)
+    for table in (table for section in sections for table in section.tables):
+        files.write(f"{TABLES}/{table.name}.csv", exports.of_table(table.frame, ".csv"))
+
+
 def _draw(opened: Catalog, request: ReportRequest, session: Session | None, files: Files, progress: Progress) -> int:
     where, command = request.where, request.command
     theme = THEMES[request.theme]
@@ -276,16 +290,7 @@ def _draw(opened: Catalog, request: ReportRequest, session: Session | None, file
         collect(0)
         sections = merged(unmerged)
         html = page(sections, embedded, bundle.result(), **_top(opened, where, session))
-    numbers = stats.tensor_stats(opened, where)
-    texts = {
-        "tensor_stats.json": stats.strict_json(numbers),
-        "tensor_stats.txt": stats.as_text(numbers, where.sentence()),
-        "index.html": html,
-    }
-    for name, text in texts.items():
-        files.write(name, text)
-    for table in (table for section in sections for table in section.tables):
-        files.write(f"{TABLES}/{table.name}.csv", exports.of_table(table.frame, ".csv"))
+    _write_texts(opened, where, files, html, sections)
     files.write(MANIFEST, _manifest(opened, request, files.names))
     return total
 

@@ -28,12 +28,17 @@ SMALLEST = 2.0**-126 * distributions.SKETCH_BIN  # below lies the bin of zero of
 NAMES = ("input", "weight", "attention_probs", "attention_scores", "grad_output", "grad_weight")
 
 
+def visible(name: str, x: torch.Tensor) -> torch.Tensor:
+    return x[..., torch.ones(x.shape[-2:], dtype=torch.bool).tril()] if name.startswith("attention_") else x
+
+
 @pytest.fixture(scope="module")
 def tensors(catalog: Catalog) -> dict[str, tuple[str, torch.Tensor]]:
-    """A real tensor of each of NAMES: its id and its values."""
+    """A real tensor of each of NAMES: its id and its values; of a map of attention, those before the causal mask, which
+    its sketch has."""
     rows = catalog.tensors(Filter(quant_type=["mxfp8"], layer_index=[2], iteration=[1]))
     ids = {name: rows.loc[rows["tensor_name"] == name, "tensor_id"].iloc[0] for name in NAMES}
-    return {name: (tensor_id, catalog.load(tensor_id)) for name, tensor_id in ids.items()}
+    return {name: (tensor_id, visible(name, catalog.load(tensor_id))) for name, tensor_id in ids.items()}
 
 
 @pytest.fixture(scope="module")

@@ -345,7 +345,7 @@ class TestFormatPanels:
 @pytest.mark.parametrize("name", ["a\\", 'a\\"', 'say "a"'])
 def test_a_runs_name_may_hold_what_ends_a_string(name):
     table = pd.DataFrame({"label": ["b"], "run_id": ["b"], "iteration": [1], "loss": [1.0], "gap": [0.1]})
-    table = table.assign(low=math.nan, high=math.nan, seeds=1, text="")
+    table = table.assign(low=math.nan, high=math.nan, seeds=1, text="", outcome=None)
     for draw in (recipe_charts.gaps, recipe_charts.costs):
         assert vl_convert.vegalite_to_svg(draw(table, "", base=name).to_dict())
 
@@ -431,7 +431,7 @@ before = attributes()
 import sys
 from binade import Catalog, plots
 with Catalog.open(sys.argv[1]) as catalog:
-    assert plots.explore(catalog).figures[0].page_spec
+    assert plots.explore(catalog).figures[0].on_page
 changed = [name for name, value in attributes().items() if before.get(name) is not value]
 assert not changed, changed
 assert alt.data_transformers.active == "default"
@@ -469,11 +469,12 @@ def test_figures_drawn_by_two_threads_keep_their_own_data():
     figures = [Figure("a", alt.Chart(table + n).mark_bar().encode(x="value:Q"), table, "") for n in range(40)]
     pages, exported = figures[:20], figures[20:]
     with ThreadPoolExecutor(1) as pool:
-        drawn = pool.submit(lambda: [each.page_spec for each in pages])
+        drawn = pool.submit(lambda: [each.on_page for each in pages])
         specs = [each.spec for each in exported]
-        specs += drawn.result()
     for each in specs:
         assert list(each["datasets"]) == [each["data"]["name"]]
+    for n, each in enumerate(drawn.result()):
+        assert each.tables["d0"]["columns"]["value"] == list(range(n, 1000 + n))
 
 
 def test_names_of_points_cover_no_point_and_no_other_name():

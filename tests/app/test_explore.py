@@ -17,9 +17,10 @@ from vl_convert import vegalite_to_svg
 from binade.app.figure import Drawn
 from binade.app.params import Interval
 from binade.app.questions.explore import charts, compute
-from binade.app.questions.explore.quantile_plots import against_law
+from binade.app.questions.explore.curves import Curve, edge
+from binade.app.questions.explore.quantile_plots import against_law, points_of, said
 from binade.app.questions.explore.question import BY_FIELD
-from binade.app.questions.shared.distributions import distribution_of
+from binade.app.questions.shared.distributions import distribution_of, distributions
 from binade.app.questions.shared.operands import ranked_tensors
 from binade.app.view import View
 from binade.data.catalog import USED, Catalog
@@ -101,8 +102,9 @@ def test_magnitudes_of_groups_are_those_of_the_files(catalog: Catalog, values: s
         x = np.abs(np.concatenate([part / (part.std() if values == "sigma" else 1) for part in parts]))
         mine = table[table["group"] == operation]
         upto = np.cumsum(mine["share"] * (mine["high"] - mine["low"]))
-        for place in (0.25, 0.5, 0.75):
+        for place in (0.25, 0.5, 0.75):  # at whole binades, where bins of a sketch end
             at = int(np.searchsorted(upto, place * upto.iloc[-1]))
+            at += int(mine["high"].iloc[at] % 1 != 0)
             share = float((x[x > 0] < 2.0 ** mine["high"].iloc[at] * (1 - 1e-6)).sum()) / len(x)
             assert share == pytest.approx(upto.iloc[at], abs=0.02 if values == "sigma" else 1e-4), (operation, place)
 
@@ -121,61 +123,88 @@ def test_values_over_block_scales_are_the_codes_before_rounding(catalog: Catalog
 
 
 @pytest.mark.parametrize("law", ["normal", "laplace", "uniform"])
-def test_a_law_lies_on_its_line_and_quartiles_agree(law: str):
+def test_a_law_lies_on_its_line(law: str):
     x = torch.tensor(getattr(stats, {"normal": "norm"}.get(law, law)).rvs(size=200_000, random_state=3) * 7 + 2)
-    plot = against_law([distribution_of("own", x.float())], law)
-    body = plot.points[(plot.points["share"] > 0.05) & (plot.points["share"] < 0.95)]
-    np.testing.assert_allclose(body["sample"], body["theoretical"], atol=0.06)
-    assert "tails as long" in plot.sentences[0] or law == "uniform"
+    plot = against_law(distribution_of("own", x.float()), law)
+    body = (plot.share > 0.05) & (plot.share < 0.95)
+    np.testing.assert_allclose(plot.sample[body], plot.theoretical[body], atol=0.06)
+    assert plot.body < 0.06 and (plot.tails == "as long" or law == "uniform")
 
 
-def test_body_and_tails_are_told_apart():
-    """Student's t with 3 degrees of freedom against a normal distribution: quartiles agree, the largest of 10⁵ values
-    lies far out. The interval of the largest magnitude is simulated by numpy."""
-    x = torch.tensor(stats.t(3).rvs(size=100_000, random_state=1)).float()
-    plot = against_law([distribution_of("own", x)], "normal")
-    assert "tails heavier" in plot.sentences[0]
-    above, below = plot.beyond["own"]
-    q1, q3 = np.quantile(x.numpy(), [0.25, 0.75])
-    scale = (q3 - q1) / (2 * stats.norm.ppf(0.75))
-    place = (x.numpy() - (q1 + q3) / 2) / scale
-    expected = (place > plot.limit).sum(), (place < -plot.limit).sum()
-    assert np.abs(np.subtract((above, below), expected)).max() <= 1  # one value is the limit itself
-    assert plot.limit == pytest.approx(
-        np.abs(np.quantile(place, [0.0005, 0.9995], method="inverted_cdf")).max(), rel=1e-3
+@pytest.mark.parametrize("many_zeros", [False, True])
+def test_values_are_standardized_by_mean_and_sigma_of_the_nonzero_ones(many_zeros: bool):
+    """Also where the quartiles say nothing: of a tensor 90% of whose values are tiny."""
+    x = stats.t(3).rvs(size=100_000, random_state=1)
+    if many_zeros:
+        x[:90_000] *= 1e-12
+        x[:30_000] = 0
+    x = torch.tensor(x).float()
+    plot = against_law(distribution_of("own", x), "normal")
+    own = x.double().numpy()[x.numpy() != 0]
+    standard = (own - own.mean()) / own.std()
+    np.testing.assert_allclose(
+        plot.sample, np.quantile(standard, plot.share, method="inverted_cdf"), atol=0.02, rtol=0.02
     )
+    np.testing.assert_allclose(plot.theoretical, stats.norm.ppf(plot.share), atol=1e-9)
+    assert (plot.above, plot.below) == ((standard > 12).sum(), (standard < -12).sum())
+    assert plot.tails == "heavier" and plot.reach == pytest.approx(np.abs(standard).max(), rel=0.01)
+
+
+def test_the_largest_of_as_many_values_of_the_law():
+    """The interval is simulated by numpy."""
     largest = np.abs(np.random.default_rng(0).standard_normal((400, 10_000))).max(1)
-    few = against_law([distribution_of("own", torch.randn(10_000, generator=torch.Generator().manual_seed(0)))],
-                              "normal")  # fmt: skip
-    low, high = (float(text) for text in few.sentences[0].split("of the law at ")[1].rstrip(".").split(" to "))
+    x = torch.randn(10_000, generator=torch.Generator().manual_seed(0))
+    low, high = against_law(distribution_of("own", x), "normal").expected
     assert np.mean((largest < low) | (largest > high)) < 0.04
     assert low < np.median(largest) < high
 
 
-@pytest.mark.parametrize("count", [2, 6])
-def test_counts_beyond_the_axis_fit_their_corners(count: int):
-    """One line per group; of more than four groups, one line with the lowest and the highest count."""
+def test_what_a_q_q_plot_says_is_one_short_line():
+    tails = {"a": "heavier", "b": "heavier", "c": "heavier", "d": "lighter", "e": "as long"}
+    assert said(tails, "a normal") == "Tails against a normal: heavier: a, b and 1 more; lighter: d."
+    assert said({"e": "as long", "f": ""}, "a normal") == ""
+
+
+@pytest.mark.parametrize("count", [1, 6])
+def test_counts_beyond_the_axis_are_drawn(count: int):
     groups = [f"g{index}" for index in range(count)]
     x = stats.t(2).rvs(size=(count, 20_000), random_state=2)
-    found = [distribution_of(group, torch.tensor(row)) for group, row in zip(groups, x, strict=True)]
-    plot = against_law(found, "normal")
-    chart = charts.qq(plot, "Q–Q", "Run", groups, ("normal", "value"))
+    plots = [
+        against_law(distribution_of(group, torch.tensor(row)), "normal") for group, row in zip(groups, x, strict=True)
+    ]
+    chart = charts.qq(points_of(plots), "Q–Q", "normal", [(each.group, each.above, each.below) for each in plots])
     texts = re.findall(r"<text[^>]*>([^<]* beyond [^<]*)</text>", vegalite_to_svg(chart.to_dict()))
-    above = [plot.beyond[group][0] for group in groups]
-    if count == 2:
-        assert [text.split(" beyond")[0] for text in texts[:2]] == [f"▲ {number:,}" for number in above] and len(
-            texts
-        ) == 4
-    else:
-        assert texts[0].startswith(f"▲ {min(above):,} to {max(above):,} in each of 6 beyond ") and len(texts) == 2
+    above = [each.above for each in plots if each.above]
+    words = f"{above[0]:,}" if count == 1 else f"{min(above):,} to {max(above):,} of each of {len(above)}"
+    assert texts[0] == f"▲ {words} beyond 12" and texts[1].endswith(" beyond −12") and len(texts) == 2
 
 
-def test_zeros_are_left_out_of_a_q_q_plot_and_counted():
-    x = torch.cat([torch.zeros(3000), torch.randn(7000, generator=torch.Generator().manual_seed(0))])
-    plot = against_law([distribution_of("own", x)], "normal")
-    assert "30% zeros are left out" in plot.sentences[0]
-    body = plot.points[plot.points["theoretical"].abs() < 1.5]
-    np.testing.assert_allclose(body["sample"], body["theoretical"], atol=0.1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bins_are_those_of_numpy_and_none_is_empty_for_want_of_a_bin_of_the_sketch(dtype: torch.dtype):
+    x = torch.randn(50_000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    d = distribution_of("own", x)
+    first, shares = Curve(d, against_law(d, "normal")).bins
+    number = first + np.arange(len(shares) + 1)
+    edges = np.ldexp(1 + number % 2 / 2, number // 2)  # of a binade, 1 and 1.5
+    np.testing.assert_allclose(edge(number), np.log2(edges), atol=1e-12)
+    wanted, _ = np.histogram(x.double().abs().numpy(), edges)
+    np.testing.assert_allclose(shares * np.diff(np.log2(edges)) * len(x), wanted, rtol=1e-9)
+    assert (shares[np.argmax(shares) - 8 : np.argmax(shares)] > 0).all()
+
+
+def test_the_browser_gets_what_the_answer_draws(catalog: Catalog):
+    """The curves of sketches, which a tick draws first, lie within a bin of those of the values."""
+    ids = catalog.tensors(newest(catalog, tensor_name=["weight"]))["tensor_id"].tolist()[:3]
+    answer = drawn(catalog, tensor=ids)
+    own = dict(iter(answer.get("qq").table.groupby("group", sort=False)))
+    for d, table in zip(
+        distributions(catalog, Filter(), "tensor_id", sorted(ids)), (own[name] for name in own), strict=True
+    ):
+        sketched = Curve(d, against_law(d, "normal")).as_json()
+        near = table[table["sample"].abs() < 12]
+        np.testing.assert_allclose(
+            np.interp(near["theoretical"], sketched["x"], sketched["y"]), near["sample"], atol=0.25
+        )
 
 
 def test_the_same_tensor_in_another_run(catalog: Catalog):
@@ -185,8 +214,15 @@ def test_the_same_tensor_in_another_run(catalog: Catalog):
     (other,) = catalog.tensors(Filter(run_id=[runs["bf16"]], iteration=[own["iteration"]], **where))["tensor_id"]
     table = drawn(catalog, tensor=[own["tensor_id"]], law=runs["bf16"], values="raw").get("qq").table
     mine, theirs = loaded(catalog, [own["tensor_id"], other])
-    np.testing.assert_allclose(table["sample"], np.quantile(mine[mine != 0], table["share"]), atol=1e-2)
-    np.testing.assert_allclose(table["theoretical"], np.quantile(theirs[theirs != 0], table["share"]), atol=1e-2)
+    sigma = mine[mine != 0].std()
+    np.testing.assert_allclose(
+        table["sample"],
+        np.quantile(mine[mine != 0], table["share"], method="inverted_cdf") / sigma,
+        atol=0.02,
+        rtol=0.02,
+    )
+    wanted = np.quantile(theirs[theirs != 0], table["share"], method="inverted_cdf") / sigma
+    np.testing.assert_allclose(table["theoretical"], wanted, atol=0.02, rtol=0.02)
 
 
 def test_each_format_on_the_same_operands(catalog: Catalog):
@@ -234,16 +270,3 @@ def test_the_answer_returns_its_scope(catalog: Catalog):
     assert set(answer.tables["tensors"]["run_id"]) == set(answer.scope.where.run_id)
     assert answer.scope.tensors == len(answer.tables["tensors"]) == answer.tables["Statistics"]["tensors"].sum()
     assert View("explore").read(catalog).scope.sentence.startswith(f"{View('explore').draw(catalog).scope.tensors} te")
-
-
-def test_a_group_with_far_heavier_tails_leaves_the_others_visible():
-    generator = torch.Generator().manual_seed(0)
-    light = torch.randn(4096, generator=generator)
-    heavy = light.sign() * torch.exp(8 * torch.randn(4096, generator=generator))
-    alone, both = (
-        against_law([distribution_of(name, x) for name, x in groups], "normal")
-        for groups in ([("heavy", heavy)], [("light", light), ("heavy", heavy)])
-    )
-    assert alone.limit > 1e4
-    shown = both.points[both.points["group"] == "light"]["sample"].abs().max()
-    assert shown <= both.limit <= 8 * shown and sum(both.beyond["heavy"]) > 100 and sum(both.beyond["light"]) == 0

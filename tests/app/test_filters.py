@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import altair as alt
@@ -86,18 +87,17 @@ def test_a_click_after_one_with_shift_opens_the_mark(monkeypatch: pytest.MonkeyP
     state: dict[str, Any] = {}
     drawn, narrowed, opened = [], [], []
 
-    def draw_chart(key: str, on_select: Callable[[], None], **_: Any) -> Any:
-        drawn.append((key, on_select))
-        return state.setdefault(key, {"selection": {}})
+    def draw_chart(key: str, on_selected_change: Callable[[], None], **_: Any) -> Any:
+        drawn.append((key, on_selected_change))
+        return SimpleNamespace(selected=None)
 
     monkeypatch.setattr(show.st, "session_state", state)
-    monkeypatch.setattr(show.st, "vega_lite_chart", draw_chart)
-    monkeypatch.setattr(show, "_exporter", lambda: lambda **_: None)
+    monkeypatch.setattr(show, "_charts", lambda: draw_chart)
     monkeypatch.setattr(show, "catalog", lambda: None)
     monkeypatch.setattr(show, "only", lambda _, values: narrowed.append(values))
-    for selection in ({"only": [{"layer_index": 1}]}, {"chosen": [{"tensor_id": "a"}]}):
+    for name, mark in (("only", {"layer_index": 1}), ("chosen", {"tensor_id": "a"})):
         show.draw(figure, opened.append)
         key, on_select = drawn[-1]
-        state[key]["selection"] |= selection  # as the browser does: it keeps the other selections
+        state[key] = SimpleNamespace(selected={"name": name, "selected": [mark]})
         on_select()
     assert narrowed == [{"layer_index": 1}] and opened == ["a"]

@@ -24,7 +24,7 @@ from binade.collector.models.site import Site
 from binade.data.catalog import Catalog
 from binade.data.difference import difference
 from binade.data.runs import list_runs
-from tests.app.test_pages import Visit, chips
+from tests.app.test_pages import Visit, charts, chips
 from tests.collector.logs_made import read_here, tensor, write
 from tests.collector.statistics_made import LAYERS, ms_calls, ms_tensors, write_msprobe, write_te
 
@@ -207,7 +207,7 @@ def test_a_tensor_without_values_says_so(visit: Visit, logged: Path, tool: str, 
     at = visit(logged, "tensor", tensor=row["tensor_id"], view=view)
     assert not at.exception and any("only statistics" in element.value for element in (*at.info, *at.warning))
     assert any("it has statistics and no values" in element.value for element in at.text)
-    assert not at.get("vega_lite_chart")
+    assert not charts(at)
 
 
 @pytest.mark.sampled(1)

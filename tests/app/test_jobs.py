@@ -421,12 +421,12 @@ class TestReadOnly:
         job = make_ended(root, 1)
         monkeypatch.setenv("BINADE_READ_ONLY", "1")
         at = visit(root, "jobs")
-        assert {button.key for button in at.button} == {f"open_{job.id}", "presentation"} and not at.number_input
+        assert {button.key for button in at.button} == {f"open_{job.id}"} and not at.number_input
         at.run()
         assert at.segmented_control(key="page_part").options == ["Runs", "Recipes", "Parity", "Difference", "Jobs"]
         for part in ("collect", "sql"):
             at = visit(root, part)
-            assert "read-only" in words(at) and [button.key for button in at.button] == ["presentation"] and not at.code
+            assert "read-only" in words(at) and not at.button and not at.code
         with Catalog.open(root) as catalog, pytest.raises(ReadOnlyError, match="SQL"):
             state.sandbox(catalog)
         monkeypatch.delenv("BINADE_READ_ONLY")

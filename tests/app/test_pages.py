@@ -9,8 +9,9 @@ import shutil
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
+import pandas as pd
 import pytest
 import torch
 from streamlit.runtime.scriptrunner import RerunException, StopException
@@ -19,6 +20,7 @@ from streamlit.testing.v1 import AppTest
 from streamlit.testing.v1.element_tree import ButtonGroup
 
 from binade.app import state, uploads
+from binade.app.address import RESOLVED
 from binade.app.formatting import plain
 from binade.app.params import texts_of
 from binade.app.questions.runs import page as runs_page
@@ -52,8 +54,25 @@ def metrics(at: AppTest) -> dict[str, str]:
     return {metric.label: metric.value for metric in at.metric}
 
 
+def address(at: AppTest) -> dict[str, list[str]]:
+    """The parameters of the address without those that the view leaves open."""
+    query = {name: texts_of(at.query_params[name]) for name in at.query_params}
+    left_open = query.pop(RESOLVED, [""])[0].split(",")
+    return {name: texts for name, texts in query.items() if name not in left_open}
+
+
+def components(at: AppTest, name: str) -> list[dict[str, Any]]:
+    """What the page's components of a kind get."""
+    return [json.loads(each.proto.json) for each in at.get("bidi_component") if each.proto.component_name == name]
+
+
+def chart_data(at: AppTest) -> list[dict[str, Any]]:
+    """What the charts of a page get, see app/chart.js."""
+    return components(at, "binade_chart")
+
+
 def charts(at: AppTest) -> int:
-    return len(at.get("vega_lite_chart"))
+    return len(chart_data(at))
 
 
 def chips(at: AppTest) -> list[str]:
@@ -94,6 +113,22 @@ def first(catalog_root: Path, **where) -> str:
         return catalog.tensors(Filter(**where)).iloc[0]["tensor_id"]
 
 
+def explore(at: AppTest) -> dict[str, Any]:
+    """What the component of Explore gets, see explore.js."""
+    (data,) = components(at, "binade_explore")
+    return data
+
+
+def drawn_groups(at: AppTest) -> list[str]:
+    return [group["name"] for group in explore(at)["drawn"]["groups"] if group["x"] and group["shares"]]
+
+
+def statistics(at: AppTest) -> pd.DataFrame:
+    """The table of statistics, unfolded."""
+    at.session_state["explore_statistics"] = True
+    return rerun(at).dataframe[0].value
+
+
 class TestExplore:
     def test_shows_the_newest_run_and_says_so(self, visit: Visit, collected: Path):
         at = visit(collected)
@@ -102,8 +137,10 @@ class TestExplore:
             last = int(catalog.distinct(("iteration",), Filter(run_id=[run]))["iteration"].max())
             totals = catalog.totals(Filter(run_id=[run], iteration=[last]))
         assert scope(at) == f"{totals.tensors} tensors · 1 of 4 runs · iteration {last} · all with values"
-        assert len(at.dataframe[0].value) == totals.tensors
-        assert charts(at) == 3
+        data = explore(at)
+        assert len(data["rows"]["id"]) == totals.tensors
+        assert drawn_groups(at) == [data["rows"]["name"][index] for index in range(3)]
+        assert data["formats"]["tables"]["d2"]["length"] > totals.tensors and len(data["curves"]) == 24
 
     def test_filter_narrows_everything_and_the_address_follows(self, visit: Visit, collected: Path):
         at = narrow(visit(collected), "quant_type", "mxfp8")
@@ -112,11 +149,9 @@ class TestExplore:
             last = int(catalog.distinct(("iteration",), Filter(quant_type=["mxfp8"]))["iteration"].max())
             rows = catalog.tensors(Filter(quant_type=["mxfp8"], layer_index=[1], iteration=[last]))
         assert scope(at).startswith(f"{len(rows)} tensors · 1 run · iteration {last}")
-        table = at.dataframe[0].value
-        assert len(table) == len(rows) and all(name.startswith("L1 ") for name in table["name"])
-        assert {name: texts_of(at.query_params[name]) for name in at.query_params} == {
-            "quant_type": ["mxfp8"], "layer_index": ["1"],
-        }  # fmt: skip
+        names = explore(at)["rows"]["name"]
+        assert len(names) == len(rows) and all(name.startswith("L1 ") for name in names)
+        assert address(at) == {"quant_type": ["mxfp8"], "layer_index": ["1"]}
         assert chips(at) == ["Layer: 1", "Quant type: mxfp8"]
 
     def test_what_can_be_chosen_never_ends_in_nothing(self, visit: Visit, collected: Path):
@@ -126,18 +161,19 @@ class TestExplore:
     def test_filter_from_the_address(self, visit: Visit, collected: Path):
         at = visit(collected, quant_type=["mxfp8", "mxfp4"], layer_index="2", axis="linear", by="module")
         assert chips(at) == ["Layer: 2", "Quant type: mxfp8, mxfp4"]
-        assert at.session_state["axis"] == "linear" and at.session_state["by"] == "module"
-        assert all(name.startswith("L2 ") for name in at.dataframe[0].value["name"])
-        assert set(at.dataframe[1].value["group"]) == {"qkv", "core", "proj", "fc1", "fc2"}
+        data = explore(at)
+        assert data["shown"] == {"values": "sigma", "axis": "linear", "by": "module"}
+        assert all(name.startswith("L2 ") for name in data["rows"]["name"])
+        assert set(drawn_groups(at)) == {"qkv", "core", "proj", "fc1", "fc2"}
         assert not at.warning
 
     def test_clear(self, visit: Visit, collected: Path):
         at = visit(collected, quant_type="mxfp8", layer_index="7")
-        assert at.error and charts(at) == 0  # not the tensors of other layers
+        assert at.error and not components(at, "binade_explore")  # not the tensors of other layers
         at.button(key="clear_filter").click()
         rerun(at)
         assert scope(at) == scope(visit(collected))
-        assert not at.error and not at.query_params
+        assert not at.error and not address(at)
 
     def test_a_field_is_cleared_by_its_cross(self, visit: Visit, collected: Path):
         at = visit(collected, quant_type="mxfp8", layer_index="1")
@@ -173,15 +209,15 @@ class TestExplore:
         ):
             assert f"'{requested}'" in problems, requested
         assert chips(at) == ["Quant type: mxfp8"]
-        assert len(at.error) == 1 and charts(at) == 0
+        assert len(at.error) == 1 and not components(at, "binade_explore")
         assert "nonsense" not in at.query_params
         at.button(key="without_what_is_gone").click()
-        assert charts(rerun(at)) == 3 and not at.error and not at.query_params
+        assert drawn_groups(rerun(at)) and not at.error and not address(at)
 
     def test_what_exists_is_drawn_beside_a_warning_about_the_rest(self, visit: Visit, collected: Path):
         at = visit(collected, quant_type=["mxfp8", "mxfp9"])
         assert "'mxfp9', which is not in this root" in words(at) and len(at.warning) == 1 and not at.error
-        assert scope(at) == scope(visit(collected, quant_type="mxfp8")) and charts(at) == 3
+        assert scope(at) == scope(visit(collected, quant_type="mxfp8")) and drawn_groups(at)
 
     @pytest.mark.sampled(3)
     @pytest.mark.parametrize("text", ["<script>alert(1)</script>", "**bold**", "$x$", "x" * 3000, "", "a\nb", "'\"%00"])
@@ -195,10 +231,10 @@ class TestExplore:
 
     def test_a_filter_that_matches_nothing(self, visit: Visit, collected: Path):
         at = visit(collected, quant_type="mxfp8", operation="forward", tensor_name="grad_input")
-        assert charts(at) == 0
+        assert not components(at, "binade_explore")
         assert "No tensor matches: quant type mxfp8, operation forward, tensor grad_input" in words(at)
         at.button(key="clear_operation").click()
-        assert charts(rerun(at)) > 0
+        assert drawn_groups(rerun(at))
 
     @pytest.mark.sampled(2)
     @pytest.mark.parametrize("by", ["recipe", "layer_index", "module", "operation", "tensor_name", "iteration"])
@@ -206,32 +242,25 @@ class TestExplore:
         at = visit(collected, by=by)
         with Catalog.open(collected) as catalog:
             groups = set(catalog.tensors()[by].map(group_name))
-        assert set(at.dataframe[1].value["group"]) == groups
+        assert set(drawn_groups(at)) <= groups and len(drawn_groups(at)) == min(len(groups), 10)
         assert ("groups: the 10 with the most values are drawn" in words(at)) == (len(groups) > 10)
 
     def test_a_ticked_tensor_is_drawn_from_its_values(self, visit: Visit, collected: Path):
         tensor_id = first(collected, quant_type=["mxfp8"], tensor_name=["weight"])
         at = visit(collected, tensor=tensor_id)
-        assert at.dataframe[1].value["group"].tolist() == ["L1 qkv weight"]
+        assert drawn_groups(at) == ["L1 qkv weight"] and explore(at)["ticked"] == [tensor_id]
         assert at.query_params["tensor"] in (tensor_id, [tensor_id])
-        assert charts(at) == 3
-
-    def test_the_same_tensor_in_all_runs(self, visit: Visit, collected: Path):
-        at = visit(collected, tensor=first(collected, quant_type=["mxfp8"], tensor_name=["weight"]))
-        at.button(key="in_all_runs").click()
-        assert len(rerun(at).dataframe[1].value) == 4
-        assert chips(at) == ["Layer: 1", "Phase: pre", "Operation: forward", "Module: qkv", "Tensor: weight"]
-        assert scope(at).startswith("4 tensors · 4 runs · iteration ")
+        assert statistics(at)["group"].tolist() == ["L1 qkv weight"]
 
     def test_more_than_ten_in_the_address(self, visit: Visit, collected: Path):
         with Catalog.open(collected) as catalog:
             ids = catalog.tensors()["tensor_id"].tolist()
         at = visit(collected, tensor=ids[::40])
-        assert len(at.dataframe[1].value) == 10
+        assert len(drawn_groups(at)) == 10
 
     def test_results_of_a_gemm_are_not_scored_and_it_is_said(self, visit: Visit, collected: Path):
         at = visit(collected, phase="post", layer_type="linear")
-        assert "only the operands of a GEMM are scored" in words(at)
+        assert "only the operands of a GEMM are scored" in explore(at)["without"]
 
 
 class TestRuns:
@@ -286,7 +315,7 @@ class TestRuns:
         next(button for button in at.button if button.label == "Save").click()
         table = rerun(at).dataframe[0].value.set_index("run_id")
         assert table.loc[run.name, ["name", "note"]].tolist() == ["floor **scales**", "first\ntry"]
-        scale = json.loads(at.get("vega_lite_chart")[0].proto.spec)
+        scale = json.loads(chart_data(at)[0]["spec"])
         assert '"#aa3377"' in json.dumps(scale) and "floor **scales**" in json.dumps(scale)
         assert "floor **scales**" in visit(root, "recipes").dataframe[0].value["label"].tolist()
         chosen = visit(root, "explore", run_id=run.name).selectbox(key="filter_scope_run_id")
@@ -454,7 +483,7 @@ class TestEveryPage:
         at = visit(root, page)
         assert "A run is damaged or cannot be read: the numbers on this page do not include it" in words(at)
         assert f"{run.name}/{segment.name}" in words(at)
-        assert len(at.dataframe[0].value) > 0
+        assert len(explore(at)["rows"]["id"] if page == "explore" else at.dataframe[0].value) > 0
         if page == "runs":
             shown = at.dataframe[0].value.set_index("run_id").loc[run.name]
             assert shown["state"] == "✕ damaged" and "sketch.parquet has 16 bytes, expected" in words(at)
@@ -485,13 +514,11 @@ class TestEveryPage:
         with Catalog.open(root) as catalog:
             rows = catalog.tensors()
         at = visit(root, page, format="mxfp4", by="run_id", rows="iteration")  # else one iteration of the newest run
-        assert f"1 to 5,000 of {len(rows):,} tensors" in words(at)
-        assert at.button(key="tensors_Previous").disabled
-        at.button(key="tensors_Next").click().run()
-        assert f"5,001 to {min(10_000, len(rows)):,} of {len(rows):,} tensors" in words(at)
-        assert len(at.dataframe[0].value) == min(5000, len(rows) - 5000)
-        at.button(key="tensors_Previous").click().run()
-        assert f"1 to 5,000 of {len(rows):,} tensors" in words(at)
+        data = explore(at)
+        assert data["note"] == f"1 to 5,000 of {len(rows):,} tensors" and data["pages"] == [None, 5000]
+        data = explore(visit(root, page, format="mxfp4", by="run_id", rows="iteration", after="5000"))
+        assert data["note"] == f"5,001 to {min(10_000, len(rows)):,} of {len(rows):,} tensors" and data["pages"][0] == 0
+        assert len(data["rows"]["id"]) == min(5000, len(rows) - 5000)
 
     @pytest.mark.sampled(1)
     def test_runs_that_come_and_go_while_the_page_is_open(
@@ -503,12 +530,16 @@ class TestEveryPage:
         at = visit(root, page, **({"quant_type": "mxfp4"} if page == "explore" else {}))
         shutil.move(gone, tmp_path / gone.name)
         rerun(at)
-        shown = set(at.dataframe[0].value["recipe"]) if page != "explore" else charts(at)
-        assert shown == (0 if page == "explore" else RECIPES - {"mxfp4"})
+        if page == "explore":
+            assert not components(at, "binade_explore")
+        else:
+            assert set(at.dataframe[0].value["recipe"]) == RECIPES - {"mxfp4"}
         shutil.move(tmp_path / gone.name, gone)
         rerun(at)
-        shown = set(at.dataframe[0].value["recipe"]) if page != "explore" else charts(at)
-        assert shown == (3 if page == "explore" else RECIPES)
+        if page == "explore":
+            assert drawn_groups(at)
+        else:
+            assert set(at.dataframe[0].value["recipe"]) == RECIPES
 
 
 class TestFilesThatCannotBeRead:
@@ -526,7 +557,7 @@ class TestFilesThatCannotBeRead:
         at = visit(root, tensor=tensor_id)
         assert at.error[0].value == plain("A tensor file cannot be read: drawn from the sketch instead.")
         assert path.name in words(at) and "\x1b" not in words(at)
-        assert charts(at) == 3
+        assert drawn_groups(at)
 
     @pytest.mark.thorough
     def test_deleted(self, visit: Visit, root: Path):
@@ -537,7 +568,7 @@ class TestFilesThatCannotBeRead:
         at = visit(root, tensor=[*ids, first(root, quant_type=["bf16"], tensor_name=["key"])])
         assert "2 tensor files cannot be read" in at.error[0].value
         assert "is missing: it was moved or deleted" in words(at)
-        assert len(at.dataframe[1].value) == 3 and charts(at) == 3
+        assert len(drawn_groups(at)) == 3
 
     def test_not_kept(self, visit: Visit, tmp_path: Path):
         odd = roots.odd_tensors()
@@ -568,11 +599,11 @@ class TestOddTensors:
         at = visit(odd_root)
         assert "2,048 infinite" in words(at)
         at = visit(odd_root, by="layer_index", axis="linear")
-        assert len(at.dataframe[1].value) == len(roots.odd_tensors())
+        assert len(statistics(at)) == len(roots.odd_tensors())
 
     def test_numbers_too_large_for_a_number_column_are_text(self, visit: Visit, odd_root: Path):
         at = visit(odd_root, tensor=first(odd_root, layer_index=[list(roots.odd_tensors()).index("huge") + 1]))
-        assert re.fullmatch(r"[23]\.\d·10³⁸", at.dataframe[1].value["max"].iloc[0])
+        assert re.fullmatch(r"[23]\.\d·10³⁸", statistics(at)["max"].iloc[0])
 
 
 def test_times_are_in_utc(visit: Visit, collected: Path):

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
@@ -26,7 +25,7 @@ from binade.app.sessions.session import Pin
 from binade.data.catalog import Catalog
 from binade.data.filter import FIELDS
 from tests.app import roots
-from tests.app.test_pages import Visit, first, rerun, words
+from tests.app.test_pages import Visit, chart_data, first, rerun, words
 
 pytestmark = pytest.mark.slow
 
@@ -83,11 +82,9 @@ def rows(table: pd.DataFrame) -> str:
 def shown_on(at: AppTest) -> list[tuple[str, list[str]]]:
     """(the chart, its data) of every chart of a page, as they go to the browser."""
     found = []
-    for element in at.get("vega_lite_chart"):
-        tables = [pa.ipc.open_stream(one.data.data).read_pandas() for one in element.proto.datasets]
-        if element.proto.data.data:
-            tables.append(pa.ipc.open_stream(element.proto.data.data).read_pandas())
-        found.append((json.dumps(bare(json.loads(element.proto.spec)), sort_keys=True), sorted(map(rows, tables))))
+    for chart in chart_data(at):
+        tables = [pd.DataFrame(one["columns"]) for one in chart["tables"].values()]
+        found.append((json.dumps(bare(json.loads(chart["spec"])), sort_keys=True), sorted(map(rows, tables))))
     return sorted(found)
 
 

@@ -18,7 +18,7 @@ from binade.cli import main
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from tests.app import roots
-from tests.app.test_pages import Visit, charts, chips, rerun, words
+from tests.app.test_pages import Visit, chart_data, charts, chips, rerun, words
 
 pytestmark = pytest.mark.slow
 
@@ -125,8 +125,8 @@ def test_a_run_that_came_later_is_said_and_not_in_its_pins(visit: Visit, root: P
     assert at.title[0].value == "Notebook › Sessions"
     assert "1 run in this root does not belong to this session" in words(at)
     at = turn_to(press(sessions_page(visit, root), "Read"), "open")
-    spec = json.loads(at.get("vega_lite_chart")[0].proto.spec)
-    assert spec["title"] == seen.page_spec["title"]
+    spec = json.loads(chart_data(at)[0]["spec"])
+    assert spec["title"] == json.loads(seen.on_page.spec)["title"]
     at.text_area[0].set_value("a word")
     press(rerun(at), "Save")
     now = storage.load(root, one.id).session

@@ -13,7 +13,7 @@ from vl_convert import vegalite_to_svg
 from binade.app.pages import sql_chart, sql_page
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
-from tests.app.test_pages import Visit, charts, words
+from tests.app.test_pages import Visit, chart_data, charts, words
 
 HOSTILE = ("<b>bold</b>", "a.b[0]", 'it\'s "quoted"', "\\", "datum['x']")
 
@@ -74,7 +74,7 @@ def test_the_page_draws_the_columns_of_its_address(visit: Visit, collected: Path
     at.selectbox(key="y").set_value("a.b[0]").run()
     assert not at.exception and charts(at) == 1
     assert at.query_params["x"] in ("<b>", ["<b>"])
-    spec = json.loads(at.get("vega_lite_chart")[0].proto.spec)
+    spec = json.loads(chart_data(at)[0]["spec"])
     assert spec["encoding"]["y"]["title"] == "a.b[0]" and spec["mark"]["type"] == "bar"
     again = visit(collected, "sql", q=sql, x="<b>", y="gone")
     assert charts(again) == 0 and "no column 'gone'" in words(again)

@@ -13,14 +13,13 @@ from streamlit.testing.v1 import AppTest
 
 from binade.app.formatting import plain
 from binade.app.pages.registry import PAGES
-from binade.app.params import texts_of
 from binade.app.questions.map.compute import EFFECT, METRICS, PARITY, TENSOR_SCALE
 from binade.app.view import View
 from binade.collector import Recorder
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from tests.app import roots
-from tests.app.test_pages import Visit, charts, chips, first, rerun, words
+from tests.app.test_pages import Visit, address, charts, chips, first, rerun, words
 
 RECORDED = tuple(
     metric for metric in METRICS if metric not in (EFFECT, PARITY, TENSOR_SCALE)
@@ -29,10 +28,6 @@ RECORDED = tuple(
 pytestmark = pytest.mark.slow
 
 VIEWS = tuple(PAGES["tensor"].parts)
-
-
-def address(at: AppTest) -> dict[str, list[str]]:
-    return {name: texts_of(value) for name, value in at.query_params.items()}
 
 
 def drawn_map(at: AppTest) -> dict[str, Any] | None:
@@ -62,7 +57,7 @@ def test_map(visit: Visit, collected: Path, metric: str, across: str):
     assert len(filled) == len(cells) > 0
     assert sorted(cell[1] for cell in filled) == sorted(cells["label"])
     at.toggle(key="map_tables").set_value(True)
-    assert len(rerun(at).dataframe[0].value) == len(cells) and len(at.get("vega_lite_chart")) == 1
+    assert len(rerun(at).dataframe[0].value) == len(cells) and charts(at) == 1
 
 
 def test_the_map_in_another_format_iteration_and_as_a_difference(visit: Visit, collected: Path):
@@ -189,7 +184,7 @@ def test_a_tensor_outside_the_filter_is_not_replaced_by_another(visit: Visit, co
     shown = at.session_state["tensor"]
     with Catalog.open(collected) as catalog:
         assert shown in catalog.tensors(Filter(quant_type=["mxfp4"]))["tensor_id"].tolist()
-    assert "tensor" not in at.query_params and charts(at) and not at.exception
+    assert "tensor" not in address(at) and charts(at) and not at.exception
     at = visit(collected, "tensor", tensor=asked, quant_type="mxfp4")
     at.button(key="offer_to_clear").click()
     at.run()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from types import SimpleNamespace
@@ -176,7 +177,7 @@ def test_a_range_counts_the_values_that_numpy_finds(spec: str, dim: int):
         assert " ≤ |value / scale| < 2" in figure.caption
     assert channels.table["values"].tolist() == cells.sum(0).tolist() and set(channels.table["of"]) == {128}
     assert np.array_equal(tokens.table.to_numpy(), cells)
-    assert f"{count:,} of {x.numel():,} values" in channels.page_spec["title"]["subtitle"]
+    assert f"{count:,} of {x.numel():,} values" in json.loads(channels.on_page.spec)["title"]["subtitle"]
     assert histogram.title.endswith(": channel 60 only") and histogram.marked == Interval(low, high)
     table, place = histogram.table, np.moveaxis(log2.reshape(x.movedim(dim, -1).shape), -1, dim).reshape(-1, 96)[:, 60]
     edges = np.append(table["low"], table["high"].iloc[-1])
@@ -219,12 +220,12 @@ def test_what_cannot_be_chosen_is_said_and_nothing_else_changes():
     x = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
     plain, beyond = drawn_why(x, "mxfp4"), drawn_why(x, "mxfp4", channel=64)
     assert beyond.problems == ("There is no channel 64: the last is 63.",)
-    assert [figure.page_spec for figure in beyond.figures] == [figure.page_spec for figure in plain.figures]
+    assert [figure.on_page for figure in beyond.figures] == [figure.on_page for figure in plain.figures]
     rotated = drawn_why(x, "mxfp4(hadamard=32)", range=Interval(-1, 1), channel=1)
     assert rotated.problems == (
         "mxfp4(hadamard=32) rotates the values: no channel or range of magnitudes can be chosen.",
     )
-    assert not any("select" in param for figure in rotated.figures for param in figure.page_spec.get("params", ()))
+    assert not any(figure.on_page.selections for figure in rotated.figures)
 
 
 @pytest.mark.parametrize("text", ["-24.5..-22", "0..1", "-0.25..1e-05", "3..1000"])

@@ -94,13 +94,15 @@ class User:
 
     def tick(self, row: int) -> None:
         """A row of the table of Explore."""
-        self.page.get_by_test_id("stDataFrame").first.click(position={"x": 18, "y": 36 + 28 * row + 14})
+        self.page.locator(f".explore tbody tr[data-index='{row}']").click()
         self.clicks += 1
         self.page.wait_for_function("() => location.search.includes('tensor=')")
+        self.page.wait_for_timeout(1000)  # until Python has heard of it
         settle(self.page)
 
     def drawn(self, chart: str) -> None:
-        expect(self.page.locator(f"[class*=st-key-chart_{chart}] svg.marks").first).to_be_visible()
+        of_explore = f".explore section.{chart} svg.marks"
+        expect(self.page.locator(f"[class*=st-key-chart_{chart}] svg.marks, {of_explore}").first).to_be_visible()
 
 
 def worst_operand(user: User) -> None:

@@ -32,8 +32,7 @@ AT_REST = """() => {
     if (document.querySelector('[data-testid=stSkeleton], [data-stale=true]')) return false;
     const parts = [...document.querySelectorAll('[data-testid=stBidiComponentIsolated]')].map(part => part.shadowRoot);
     if (!parts.every(part => part && part.querySelector('.map')?.childElementCount !== 0)) return false;
-    const charts = [...document.querySelectorAll('[data-testid=stVegaLiteChart]')];
-    return charts.every(chart => chart.querySelector('canvas, svg.marks'));
+    return [...document.querySelectorAll('.chart, .explore, .export')].every(part => part.dataset.state !== 'drawing');
 }"""
 
 

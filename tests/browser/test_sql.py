@@ -37,7 +37,7 @@ def test_a_row_of_a_query_opens_its_tensor_and_its_run(visit: Callable[..., Page
     page.wait_for_url("**/tensor?**")
     settle(page)
     assert parse_qs(urlsplit(page.url).query)["tensor"] == [wanted["tensor_id"]]
-    assert page.get_by_test_id("stVegaLiteChart").count()
+    assert page.locator(".chart").count()
     page.go_back()
     page.wait_for_url("**/notebook?**")
     settle(page)
@@ -54,7 +54,7 @@ def test_columns_with_odd_names_are_chosen_drawn_and_kept_in_the_address(visit: 
     y, x = NAMES
     pick(page, "x", x)
     pick(page, "y", y)
-    chart = page.get_by_test_id("stVegaLiteChart")
+    chart = page.locator(".chart")
     rows = catalog.tensors(Filter(quant_type=["mxfp4"]))
     rows = rows[rows["format"] == "mxfp4"]
     expect(chart.locator("path[aria-roledescription=point]")).to_have_count(len(rows))
@@ -67,7 +67,7 @@ def test_columns_with_odd_names_are_chosen_drawn_and_kept_in_the_address(visit: 
     address = urlsplit(page.url)
     assert parse_qs(address.query)["y"] == [y]
     again = visit(f"{address.path}?{address.query}")
-    expect(again.get_by_test_id("stVegaLiteChart").locator("path[aria-roledescription=point]")).to_have_count(len(rows))
+    expect(again.locator(".chart").locator("path[aria-roledescription=point]")).to_have_count(len(rows))
     pick(again, "x", "none")
-    expect(again.get_by_test_id("stVegaLiteChart")).to_have_count(0)
+    expect(again.locator(".chart")).to_have_count(0)
     assert "x" not in parse_qs(urlsplit(again.url).query)

@@ -22,6 +22,8 @@ from binade.quant.statistics import channel_absmax
 
 X = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
 
+pytestmark = pytest.mark.compiler
+
 
 @pytest.fixture(scope="module", autouse=True)
 def built() -> None:

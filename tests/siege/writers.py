@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import traceback
 from collections.abc import Callable
@@ -184,7 +185,7 @@ def _report(place: Path, who: int, turn: int) -> None:
         (made / name).write_text(f"{who}")
     (made / reports.MANIFEST).write_text(reports.json.dumps({"files": files}))
     reports.publish(made, place / "report", set())
-    reports.shutil.rmtree(made, ignore_errors=True)
+    shutil.rmtree(made, ignore_errors=True)
 
 
 def _reported(place: Path, turns: int) -> None:

@@ -14,7 +14,7 @@ from binade.app import plot, style
 from binade.app.figure import Chart
 from binade.app.params import TITLES
 from binade.app.questions.explore.compute import RAW, SCALE, SIGMA, ByFormat
-from binade.app.questions.explore.quantile_plots import QQ
+from binade.app.questions.explore.quantile_plots import LIMIT
 from binade.app.questions.shared.distribution_charts import EQUAL
 from binade.data.filter import INTEGER_FIELDS
 from binade.data.text import number_text
@@ -24,7 +24,6 @@ OF = {RAW: "value", SIGMA: "value / σ of its tensor", SCALE: "value / scale of 
 WIDE, HIGH = 640, 120  # pixels of all columns of panels together, and of a panel
 STRIP = 28  # pixels of a format
 SMALL = 11  # the font size of a title that says more than a name
-MOST_COUNTS = 4  # groups whose counts are written in a corner of a plot
 
 
 def magnitude(values: str) -> str:
@@ -33,91 +32,101 @@ def magnitude(values: str) -> str:
     return f"|{name}|{f' / {of}' if of else ''}"
 
 
-def qq(
-    qq_plot: QQ, title: str, by: str, groups: list[str], titles: tuple[str, str], looks: style.Looks | None = None
-) -> Chart:
-    """A Q–Q plot with its line of equal quantiles, cut off at `qq_plot.limit`: how many values lie beyond is written at
-    the ends. titles: of the axes."""
-    shown = qq_plot.points[qq_plot.points["sample"].abs() <= qq_plot.limit]
-    ends = np.array([shown["theoretical"].min(), shown["theoretical"].max()]).clip(-qq_plot.limit, qq_plot.limit)
-    tips: dict[str, plot.Tip] = {"group": by} if len(groups) > 1 else {}
-    tips |= {"theoretical": (titles[0], ".4~g"), "sample": (titles[1], ".4~g"), "share": ("values below", ".4~%")}
-    name = f"_{zlib.crc32(title.encode()):08x}"
-    low = -qq_plot.limit if (shown["sample"] < 0).any() else 0
-    points = plot.mark(
-        "point", shown, size=20, opacity=0.75, clip=True, tips=tips,
-        x=plot.x("theoretical", titles[0], {"tickCount": 7, "titleFontSize": SMALL}, nice=False, zero=False),
-        y=plot.y("sample", titles[1], {"tickCount": 6}, domain=[low, qq_plot.limit]),
-        color=style.color(groups, by, own=looks, place="top"), shape=style.shape(groups, by, "top", looks),
-        params=[style.zoom(name), style.only("group", chart=name)],
+def histogram(table: pd.DataFrame, title: str, axis: str, log: bool, low: float | None = None, **look: Any) -> Chart:
+    """Shares of values in bins, as lines that step. table: group, low, share, with a last row of each group, at which
+    its line ends. log: `low` is log₂ of a magnitude, and the shares are per binade. low: where the axis begins."""
+    words = "share of values per binade" if log else "share of values"
+    domain: plot.Look = {} if low is None else {"domain": [low, float(table["low"].max())]}
+    lines = plot.mark(
+        "line", table, interpolate="step-after", strokeWidth=1.7, clip=True,
+        x=plot.x("low", axis, style.binades(axis) if log else {"tickCount": 8}, nice=False, zero=False, **domain),
+        y=plot.y("share", None, {"format": "~%", "tickCount": 5}).stack(None),
+        tips={"group": "group", "low": (f"{'log₂ ' * log}from", ".3~f" if log else ".4~g"), "share": (words, ".3~p")},
+        **look,
     )  # fmt: skip
-    line = plot.diagonal(*ends, **EQUAL, clip=True)
-    return plot.layers(title, "", line, points, *_beyond(qq_plot, groups, by, looks))
+    return plot.layers(title, "", lines)
 
 
-def _beyond(qq_plot: QQ, groups: list[str], by: str, looks: style.Looks | None) -> list[Chart]:
-    """How many values of each group lie beyond the ends of the axis: written in the corners that quantiles, which rise,
-    leave empty. Of more than MOST_COUNTS groups, which would not fit, the lowest and the highest number."""
-    colors = dict(zip(groups, style.colors(groups, by, looks), strict=True))
+def qq(table: pd.DataFrame, title: str, axis: str, beyond: Sequence[tuple[str, int, int]] = (), **look: Any) -> Chart:
+    """A Q–Q plot with its line of equal quantiles, cut off at LIMIT. table: group, theoretical, sample, share; beyond:
+    (group, values above, values below)."""
+    end = 5.0
+    points = plot.mark(
+        "point", table, size=16, opacity=0.8, clip=True,
+        tips={"group": "group", "theoretical": ("expected", ".4~g"), "sample": ("value", ".4~g"),
+              "share": ("values below", ".4~%")},
+        x=plot.x("theoretical", axis, {"tickCount": 7}, nice=False, zero=False),
+        y=plot.y("sample", None, {"values": [*range(-12, 13, 4)], "labelOverlap": False}, domain=[-LIMIT, LIMIT]),
+        **{name: value for name, value in look.items() if name != "strokeDash"},
+    )  # fmt: skip
+    line = plot.diagonal(-end, end, **EQUAL, clip=True)
+    return plot.layers(title, "", line, points, *_beyond(beyond))
+
+
+def _beyond(counts: Sequence[tuple[str, int, int]]) -> list[Chart]:
+    """How many values lie beyond the ends of the axis, in the corners that quantiles, which rise, leave empty."""
     layers: list[Chart] = []
-    for sign, mark, place in ((0, "▲", "left"), (1, "▼", "right")):
-        counts = [(group, qq_plot.beyond[group][sign]) for group in groups if qq_plot.beyond.get(group, (0, 0))[sign]]
-        lines = [(f"{count:,}", colors[group]) for group, count in counts]
-        if len(counts) > MOST_COUNTS:
-            numbers = [count for _, count in counts]
-            lines = [(f"{min(numbers):,} to {max(numbers):,} in each of {len(counts)}", style.GREY)]
-        for index, (words, color) in enumerate(lines):
-            text = f"{mark} {words} beyond {number_text(qq_plot.limit) if not sign else number_text(-qq_plot.limit)}"
-            down = 8 + 14 * (index if not sign else len(lines) - 1 - index)
-            look: plot.Look = {
-                "align": place, "fontSize": 11, "color": color,
-                "x": {"expr": "width - 4"} if place == "right" else 4,
-                "y": down if not sign else {"expr": f"height - {down}"},
-            }  # fmt: skip
-            layers.append(plot.mark("text", pd.DataFrame({"text": [text]}), text="text", **look))
+    for sign, mark in ((1, "▲"), (2, "▼")):
+        numbers = [count[sign] for count in counts if count[sign]]
+        if not numbers:
+            continue
+        words = (
+            f"{numbers[0]:,}"
+            if len(numbers) == 1
+            else f"{min(numbers):,} to {max(numbers):,} of each of {len(numbers)}"
+        )
+        look: plot.Look = {
+            "align": "left" if sign == 1 else "right", "fontSize": 11, "color": style.GREY,
+            "x": 4 if sign == 1 else {"expr": "width - 4"}, "y": 8 if sign == 1 else {"expr": "height - 8"},
+        }  # fmt: skip
+        text = pd.DataFrame({"text": [f"{mark} {words} beyond {'' if sign == 1 else '−'}{LIMIT:g}"]})
+        layers.append(plot.mark("text", text, text="text", **look))
     return layers
 
 
-def formats(by_format: ByFormat, title: str, ticked: Sequence[str] = ()) -> Chart:
-    """One dot per operand and format, over its SQNR minus that of normal values, those of ticked tensors larger; the
-    median as a line; at the right its absolute value and the bits of a value."""
-    medians = by_format.medians
-    order = medians["format"].tolist()
-    low, high = _ends(medians)
-    dots = by_format.dots.assign(
-        at=by_format.dots["delta"].clip(low, high),
-        shift=[zlib.crc32(f"{a}{b}".encode()) / 2**32
-               for a, b in zip(by_format.dots["tensor_id"], by_format.dots["gemm"], strict=True)],
-    )  # fmt: skip
-    layers = ["" if pd.isna(layer) else str(int(layer)) for layer in dots["layer_index"]]
-    dots = dots.assign(tensor=dots["tensor_id"], layer=layers, ticked=dots["tensor_id"].isin(ticked))
-    dots = dots.sort_values("ticked", kind="stable")
-    y = plot.names("format", order, 150, {"grid": False}, paddingInner=0.15, paddingOuter=0.1)
+def formats(dots: pd.DataFrame, ticked: pd.DataFrame, medians: pd.DataFrame, title: str) -> Chart:
+    """One dot per operand and format, over its SQNR minus that of normal values, those of ticked tensors again, larger;
+    the median as a line; at the right its absolute value and the bits of a value. The tables are `dots_of`."""
+    y = plot.names("format", None, 150, {"grid": False}, paddingInner=0.15, paddingOuter=0.1)
     axis = {"tickCount": 8, "labelExpr": "datum.value ? format(datum.value, '+~g') : '0'", "titleFontSize": SMALL}
-    x = plot.x("at", "SQNR minus that of normal values (dB)", axis, domain=[low, high], nice=False)
-    points = plot.mark(
-        "circle", dots, x=x, y=y, yOffset=plot.shift("shift", -0.25, 1.25), strokeWidth=1.5, choose="tensor",
-        params=[style.drag()],
-        color=plot.operations(dots["operation"].dropna()),
-        tips=plot.tips(
-            layer="layer", module="module", tensor_name="tensor", gemm="GEMM", sqnr_db=("SQNR (dB)", ".1f"),
-            delta=("minus normal (dB)", "+.1f"),
+    x = plot.x("at", "SQNR minus that of normal values (dB)", axis, nice=False, zero=False)
+    colors = {**style.OPERATIONS, "": style.GREY}
+    look: plot.Look = {
+        "x": x, "y": y, "yOffset": plot.shift("shift", -0.25, 1.25), "color": plot.named("operation", colors, None),
+        "tips": plot.tips(
+            name="tensor", gemm="GEMM", sqnr_db=("SQNR (dB)", ".1f"), delta=("minus normal (dB)", "+.1f")
         ),
-        **plot.when(
-            "datum.ticked", opacity=(1.0, 0.25 if len(ticked) else 0.55), size=(70, 22), stroke=(style.GREY, None)
-        ),
-    )  # fmt: skip
-    texts = medians.assign(
-        at=medians["delta"].clip(low, high),
-        text=[f"{number_text(row['sqnr_db'])} dB median · {number_text(Spec.of(row['format']).bits_per_value)} bits"
-              for row in medians.to_dict("records")],
-    )  # fmt: skip
-    middle = plot.mark("tick", texts, x=x, y=y, thickness=3.5, size=STRIP - 8, color=style.GREY, opacity=1)
+    }  # fmt: skip
+    points = plot.mark("circle", dots, size=20, opacity=0.4, choose="tensor", params=[style.drag()], **look)
+    larger = plot.mark("circle", ticked, size=70, opacity=1, stroke=style.GREY, strokeWidth=1.5, **look)
+    middle = plot.mark("tick", medians, x=x, y=y, thickness=3.5, size=STRIP - 8, color=style.GREY, opacity=1)
     right: plot.Look = {"dx": 10, "fontSize": 11.5, "clip": False, "x": {"expr": "width"}}
-    labels = plot.mark("text", texts, y=y, text="text", **right)
+    labels = plot.mark("text", medians, y=y, text="text", **right)
     padding = {"left": 5, "top": 5, "bottom": 5, "right": 5}
     zero = plot.rule(x=0.0, strokeDash=[1, 0], opacity=0.8)
-    return plot.layers(title, "", zero, points, middle, labels, padding=padding)
+    return plot.layers(title, "", zero, larger, points, middle, labels, padding=padding)
+
+
+def dots_of(by_format: ByFormat, names: Mapping[str, str], ticked: Sequence[str] = ()) -> tuple[pd.DataFrame, ...]:
+    """(the dots, those of ticked tensors, the medians) of `formats`, the formats in order. names: of the tensors."""
+    low, high = _ends(by_format.medians)
+    dots = by_format.dots
+    drawn = pd.DataFrame({
+        "format": dots["format"], "tensor": dots["tensor_id"], "gemm": dots["gemm"].fillna(""),
+        "name": dots["tensor_id"].map(names), "operation": dots["operation"].fillna(""),
+        "sqnr_db": dots["sqnr_db"].round(2), "delta": dots["delta"].round(2),
+        "at": dots["delta"].clip(low, high).round(2),
+        "shift": [round(zlib.crc32(f"{a}{b}".encode()) / 2**32, 2)
+                  for a, b in zip(dots["tensor_id"], dots["gemm"], strict=True)],
+    })  # fmt: skip
+    medians = by_format.medians
+    texts = [f"{number_text(row['sqnr_db'])} dB median · {number_text(Spec.of(row['format']).bits_per_value)} bits"
+             for row in medians.to_dict("records")]  # fmt: skip
+    at = medians["delta"].clip(low, high).round(2)
+    order = {name: place for place, name in enumerate(medians["format"])}
+    drawn = drawn.sort_values("format", key=lambda column: column.map(order), kind="stable", ignore_index=True)
+    of_ticked = drawn[drawn["tensor"].isin(ticked)].reset_index(drop=True)
+    return drawn, of_ticked, pd.DataFrame({"format": medians["format"], "at": at, "text": texts})
 
 
 def _ends(medians: pd.DataFrame) -> tuple[float, float]:

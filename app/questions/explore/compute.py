@@ -19,6 +19,7 @@ from binade.app.questions.shared.distributions import (
     distribution_of,
     distributions,
     magnitudes,
+    merged,
     quantiles,
 )
 from binade.app.questions.shared.labels import group_name
@@ -87,7 +88,8 @@ def compared(
     dots = catalog.ask(
         f"""
         WITH operand AS (
-            SELECT tensor_id, operation, layer_index, module, tensor_name, score.gemm, score.format, score.sqnr_db,
+            SELECT tensor_id, operation, layer_index, module, tensor_name, expert, score.gemm, score.format,
+                   score.sqnr_db,
                    {operand} AS delta,
                    dense_rank() OVER (ORDER BY key, score.gemm) % ? AS place
             FROM score JOIN tensor USING (key) WHERE {condition} AND list_contains(?, score.format)
@@ -117,7 +119,8 @@ class Groups:
 
 
 def of_tensors(catalog: Catalog, chosen: pd.DataFrame, values: str, fmt: str) -> Groups:
-    """The chosen tensors' own values; their sketches where values were not kept or cannot be read."""
+    """The chosen tensors' own values; their sketches where values were not kept or cannot be read, and of maps of
+    attention, whose files have masked pairs too."""
     labels = distinct_names(chosen, given_names(catalog))
     groups: list[Distribution] = []
     notes: list[str] = []
@@ -130,14 +133,18 @@ def of_tensors(catalog: Catalog, chosen: pd.DataFrame, values: str, fmt: str) ->
             groups += [scaled] if isinstance(scaled, Distribution) else []
             notes += [scaled] if isinstance(scaled, str) else []
             continue
+        distribution = None
         try:
-            distribution = distribution_of(label, catalog.load(row["tensor_id"]), (row["mean"], row["std"]))
-            exact += distribution.exact
-        except (CatalogError, TensorFileError) as error:
-            if isinstance(error, TensorFileError):
-                damaged.append((label, str(error)))
-            else:
-                notes.append(f"The values of {label} were not kept: drawn from its sketch.")
+            if (
+                pd.isna(row["pairs_left_out"]) or not row["pairs_left_out"]
+            ):  # a file also has the pairs of a map that the softmax does not see
+                distribution = distribution_of(label, catalog.load(row["tensor_id"]), (row["mean"], row["std"]))
+                exact += distribution.exact
+        except TensorFileError as error:
+            damaged.append((label, str(error)))
+        except CatalogError:
+            notes.append(f"The values of {label} were not kept: drawn from its sketch.")
+        if distribution is None:
             sketched = distributions(catalog, Filter(), None, [row["tensor_id"]])
             if not sketched:
                 continue
@@ -242,7 +249,7 @@ def _over_sigmas(part: pd.DataFrame, sketches: pd.DataFrame) -> Distribution:
     negative = (low + high) < 0
     pieces = [(np.zeros(1), np.zeros(1), np.array([count[zero].sum()]))]
     for sign, of in ((-1.0, negative & ~zero), (1.0, ~negative & ~zero)):
-        edges, counts = _merged(np.log2(inner[of]), np.log2(outer[of]), count[of])
+        edges, counts = merged(np.log2(inner[of]), np.log2(outer[of]), count[of], STEPS)
         smaller, larger = 2.0 ** edges[:-1], 2.0 ** edges[1:]
         pieces.append((-larger, -smaller, counts) if sign < 0 else (smaller, larger, counts))
     lows, highs, counts = (np.concatenate(arrays) for arrays in zip(*pieces, strict=True))
@@ -253,26 +260,6 @@ def _over_sigmas(part: pd.DataFrame, sketches: pd.DataFrame) -> Distribution:
     mean = float(counts @ middle / total) if total else math.nan
     std = math.sqrt(counts @ (middle - mean) ** 2 / total) if total else math.nan
     return Distribution("", lows, highs, counts, mean, std, exact=False, bin_width=1 / STEPS)
-
-
-def _merged(low: np.ndarray, high: np.ndarray, count: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(edges, counts) of intervals of a logarithm, merged into bins of 1/STEPS."""
-    if not len(low):
-        return np.zeros(1), np.zeros(0)
-    first, last = math.floor(low.min() * STEPS), math.floor(high.max() * STEPS) + 1
-    edges = np.arange(first, last + 1) / STEPS
-    counts = np.zeros(last - first)
-    width = high - low
-    point = width <= 0
-    np.add.at(counts, np.floor(low[point] * STEPS).astype(int) - first, count[point])
-    low, high, count, width = low[~point], high[~point], count[~point], width[~point]
-    at = np.floor(low * STEPS).astype(int)
-    for step in range(math.ceil(width.max() * STEPS) + 1 if len(width) else 0):
-        here = at + step
-        shared = np.clip(np.minimum(high, (here + 1) / STEPS) - np.maximum(low, here / STEPS), 0, None) / width
-        inside = shared > 0
-        np.add.at(counts, here[inside] - first, (count * shared)[inside])
-    return edges, counts
 
 
 def _over_scales(

@@ -3,21 +3,23 @@ them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import pandas as pd
 
-from binade.app import style
+from binade.app import plot, style
 from binade.app.control import Control
 from binade.app.figure import Column, Drawn, Figure, Item, Table, Text, source
 from binade.app.formatting import evenly
 from binade.app.params import TITLES, Known, One, Range, Whole, in_format, known_run, known_tensor
 from binade.app.questions.explore import charts, compute
 from binade.app.questions.explore.compute import RAW, SCALE, SIGMA, Groups
-from binade.app.questions.explore.quantile_plots import against_law, against_other
+from binade.app.questions.explore.curves import Curve, bins_of
+from binade.app.questions.explore.quantile_plots import LIMIT, Quantiles, against_law, against_other, points_of, said
 from binade.app.questions.question import Question
 from binade.app.questions.shared import distribution_charts
 from binade.app.questions.shared import distributions as shared
@@ -32,7 +34,7 @@ from binade.app.questions.shared.selection import Board, Of
 from binade.data.catalog import Catalog
 from binade.data.evidence import SHARE
 from binade.data.filter import FIELDS, INTEGER_FIELDS, Filter
-from binade.data.names import distinct_names
+from binade.data.names import distinct_names, short_names
 from binade.data.text import counted, one_line
 from binade.quant.specs import Spec
 
@@ -46,12 +48,13 @@ MOST = {"rows": 12, "columns": 8, "color": style.MAX_GROUPS}  # values of each f
 CHART = 300  # pixels of the two charts, with title and axes, without the legend
 VALUES = {SIGMA: "÷ σ", RAW: "raw", SCALE: "÷ block scale"}
 AXES = {"log2": "magnitude", "linear": "value"}
+VALUES_OF, AXIS_OF = One(tuple(VALUES)), One(tuple(AXES))
 BY = Control(name="by", label="Compare by", param=One((TENSOR, *BY_FIELD)), titles=TITLED, widget="list")
 OF_VALUES = Control(
-    name="values", label="Values", param=One(tuple(VALUES)), titles=VALUES,
+    name="values", label="Values", param=VALUES_OF, titles=VALUES,
     help="÷ σ: each tensor is divided by its own standard deviation. ÷ block scale: by the scales of its blocks",
 )  # fmt: skip
-AXIS = Control(name="axis", label="Axis", param=One(tuple(AXES)), titles=AXES)
+AXIS = Control(name="axis", label="Axis", param=AXIS_OF, titles=AXES)
 PANELS = tuple(
     Control(name=name, label=name.capitalize(), param=One((NONE, *BY_FIELD)), titles=TITLED, widget="list")
     for name in ("rows", "columns")
@@ -77,7 +80,13 @@ STATISTICS = {
     "zeros": Column("Zeros", "d"),
     "nans": Column("NaN", "d"),
     "infs": Column("Inf", "d"),
+    "body": Column("Off the line", ".2g", help="Q–Q: the most that the 5th to 95th percentile lie off the line"),
+    "reach": Column("Largest", ".3g", help="Q–Q: the largest value, in the units of the plot"),
+    "expected": Column("Of the law", help="Between which two magnitudes the largest of as many values of the law lies"),
+    "tails": Column("Tails"),
 }
+LOG2, LINEAR = "Distribution of magnitudes", "Distribution of values"
+LAW_NAMES = {"normal": "a normal", "laplace": "a Laplace", "student_t": "Student’s t", "uniform": "a uniform"}
 
 
 def within(opened: Catalog, where: Filter, values: Mapping[str, Any]) -> Filter:
@@ -85,7 +94,7 @@ def within(opened: Catalog, where: Filter, values: Mapping[str, Any]) -> Filter:
     return scoped(opened, where, {values[name] for name in ("by", "rows", "columns")} & set(FIELDS), scored=True)
 
 
-def _controls(board: Board, values: dict[str, Any]) -> list[Control]:
+def _controls(board: Board, values: Mapping[str, Any]) -> list[Control]:
     runs = every_run(board.opened)
     others = [run for run in runs["run_id"][::-1] if run not in board.where.run_id][:MOST_RUNS]
     labels = dict(zip(runs["run_id"], runs["label"], strict=True))
@@ -97,42 +106,133 @@ def _controls(board: Board, values: dict[str, Any]) -> list[Control]:
     return [by, OF_VALUES, AXIS, law, *PANELS]
 
 
-def draw(board: Board, values: dict[str, Any]) -> Drawn:
-    opened, where, fmt = board.opened, board.where, board.format
-    tensors = list(values["tensor"])
+@dataclass(frozen=True)
+class Drawing:
+    """The groups that the two upper charts draw.
+
+    curves   one per group
+    by       what the groups are; looks: of groups that have a color already
+    chosen   the tensors, if the groups are tensors
+    law      what a Q–Q plot compares with, in words
+    below    log₂ of the magnitude where the axis begins
+    notes    what was left out or sampled; damaged: (the tensor, why its file cannot be read)
+    problems why there is less to draw
+    """
+
+    curves: tuple[Curve, ...]
+    by: str
+    looks: style.Looks | None
+    chosen: pd.DataFrame
+    law: str
+    below: float
+    exact: str
+    notes: tuple[str, ...] = ()
+    damaged: tuple[tuple[str, str], ...] = ()
+    problems: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> list[str]:
+        return [curve.group for curve in self.curves]
+
+    @property
+    def by_name(self) -> str:
+        return TITLED[self.by].lower()
+
+    @property
+    def said(self) -> str:
+        """What the Q–Q plot says, in a line."""
+        return said({curve.group: curve.quantiles.tails for curve in self.curves}, self.law)
+
+
+def drawing(board: Board, values: Mapping[str, Any], ranked: pd.DataFrame) -> Drawing:
+    """What is drawn of the ticked tensors; without ticks, of the groups that the values are compared by, or of the
+    tensors that lose most."""
+    opened, law = board.opened, values["law"] or LAWS[0]
+    chosen = opened.rows_of(list(values["tensor"])[:MAX_SELECTED])
+    if chosen.empty and values["by"] == TENSOR:
+        chosen = opened.rows_of(ranked["tensor_id"].head(DRAWN).tolist())
+    groups, left = _groups(board, values, chosen, ranked)
+    by = TENSOR if len(chosen) else values["by"]
+    found = groups.distributions
+    if law in LAWS:
+        against = LAW_NAMES[law]
+        plots = [against_law(d, law) for d in found]
+    else:
+        against = f"run {labels_of(opened)[law]}"
+        others = _others(board, values, by, chosen, law)
+        plots = [against_other(d, others.get(d.group), against) for d in found]
+    looks = run_looks(every_run(opened)) if by == "run_id" else None
+    exact = "exact" if groups.exact == len(found) else "partly from sketches" if groups.exact else "from sketches"
+    curves = tuple(Curve(d, plot) for d, plot in zip(found, plots, strict=True))
+    problems = [f"No Q–Q plot of {each.group}: {each.problem}." for each in plots if each.problem]
+    below = 0.0
+    if not found:
+        problems = [*groups.notes, "Nothing to draw: there are no finite values."]
+    elif not any(d.inner.max(initial=0) > 0 for d in found):
+        problems.append("No magnitudes to draw: all finite values are zero.")
+    else:
+        below, _ = compute.lower_end(found)
+    return Drawing(
+        curves, by, looks, chosen, against, below, exact, (*groups.notes, *left), groups.damaged, tuple(problems)
+    )
+
+
+def draw(board: Board, values: Mapping[str, Any]) -> Drawn:
+    fmt, tensors = board.format, list(values["tensor"])
     if any(values[name] != NONE for name in ("rows", "columns")):
         return _panels(board, values)
-    ranked = _ranked(board, values)
+    ranked = ranked_in(board, values)
     if ranked.empty:
         return Drawn(problems=(f"No operand has an error in this range, {in_format(fmt)}: clear the range.",))
-    chosen = opened.rows_of(tensors[:MAX_SELECTED])
-    gone = [f"Tensor {name[:80]!r} is missing." for name in tensors if name not in set(chosen["tensor_id"])]
-    by = values["by"]
-    if chosen.empty and by == TENSOR:
-        chosen = opened.rows_of(ranked["tensor_id"].head(DRAWN).tolist())
-    groups, notes = _groups(board, values, chosen, ranked)
-    lie = _distributions(board, values, groups, TENSOR if len(chosen) else by, chosen)
-    items: list[Item] = [table(board, ranked, values), *lie.figures]
+    drawn = drawing(board, values, ranked)
+    items: list[Item] = [table(board, ranked, values), *figures_of(board, values, drawn)]
     items += _formats(board, _ids(values, ranked), tensors)
-    items += lie.texts
-    items += [Text(note) for note in (*groups.notes, *notes)]
-    items += [
-        Text(
-            f"{_files(len(groups.damaged))} cannot be read: drawn from the sketch instead.", "error",
-            tuple(f"{label}: {one_line(reason)}" for label, reason in groups.damaged),
+    items += texts(board, drawn)
+    items.append(statistics(board, drawn))
+    gone = [f"Tensor {name[:80]!r} is missing." for name in tensors if name not in set(drawn.chosen["tensor_id"])]
+    return Drawn(tuple(items), problems=(*gone, *drawn.problems), used=used(board, ranked))
+
+
+def used(board: Board, ranked: pd.DataFrame) -> Used:
+    return Used(board.where, ((len(ranked), "tensor"),))
+
+
+def texts(board: Board, drawn: Drawing) -> list[Text]:
+    """What is said below the charts."""
+    ids = drawn.chosen["tensor_id"].tolist() if len(drawn.chosen) else None
+    found = [Text(text) for text in (drawn.said, left_out(board.opened, board.where, ids), *drawn.notes) if text]
+    if drawn.damaged:
+        reasons = tuple(f"{label}: {one_line(reason)}" for label, reason in drawn.damaged)
+        found.append(
+            Text(f"{_files(len(drawn.damaged))} cannot be read: drawn from the sketch instead.", "error", reasons)
         )
-    ] * bool(groups.damaged)  # fmt: skip
-    columns = {"group": Column("Tensor" if len(chosen) else TITLED[by]), **STATISTICS}
-    frame = moments(opened, where, chosen, by)
-    items.append(Table("Statistics", frame, columns, "Statistics over the finite values", foldable=True))
-    return Drawn(tuple(items), problems=(*gone, *lie.problems), used=Used(where, ((len(ranked), "tensor"),)))
+    return found
+
+
+def statistics(board: Board, drawn: Drawing) -> Table:
+    """Statistics of the values, and what the Q–Q plot says in numbers."""
+    frame = moments(board.opened, board.where, drawn.chosen, drawn.by)
+    plots = {curve.group: curve.quantiles for curve in drawn.curves}
+    rows = [plots.get(group) for group in frame["group"].map(str)]
+    frame = frame.assign(
+        body=[plot.body if plot else math.nan for plot in rows],
+        reach=[plot.reach if plot else math.nan for plot in rows],
+        expected=[_between(plot) for plot in rows],
+        tails=[plot.tails if plot else "" for plot in rows],
+    )
+    columns = {"group": Column("Tensor" if drawn.by == TENSOR else TITLED[drawn.by]), **STATISTICS}
+    return Table("Statistics", frame, columns, "Statistics over the finite values", foldable=True)
+
+
+def _between(plot: Quantiles | None) -> str:
+    return "" if plot is None or plot.expected is None else f"{plot.expected[0]:.3g} to {plot.expected[1]:.3g}"
 
 
 def _files(count: int) -> str:
     return "A tensor file" if count == 1 else f"{count} tensor files"
 
 
-def _ranked(board: Board, values: dict[str, Any]) -> pd.DataFrame:
+def ranked_in(board: Board, values: Mapping[str, Any]) -> pd.DataFrame:
     """The tensors that are listed, worst first, with their rank from 1. A filter may leave fewer than come before the
     first of them: then the list begins anew."""
     for after in dict.fromkeys((values["after"], 0)):
@@ -142,7 +242,7 @@ def _ranked(board: Board, values: dict[str, Any]) -> pd.DataFrame:
     return rows.assign(rank_of=range(after + 1, after + len(rows) + 1))
 
 
-def table(board: Board, ranked: pd.DataFrame, values: dict[str, Any]) -> Table:
+def table(board: Board, ranked: pd.DataFrame, values: Mapping[str, Any]) -> Table:
     """The tensors, worst first."""
     names = distinct_names(ranked, given_names(board.opened))
     frame = ranked.assign(name=ranked["tensor_id"].map(names), gemm=ranked["gemm"].fillna(ranked["operation"]))
@@ -155,7 +255,7 @@ def table(board: Board, ranked: pd.DataFrame, values: dict[str, Any]) -> Table:
 
 
 def _groups(
-    board: Board, values: dict[str, Any], chosen: pd.DataFrame, ranked: pd.DataFrame
+    board: Board, values: Mapping[str, Any], chosen: pd.DataFrame, ranked: pd.DataFrame
 ) -> tuple[Groups, list[str]]:
     """(the distributions that are drawn, what is left out of them)."""
     opened, where, kind, by = board.opened, board.where, values["values"], values["by"]
@@ -175,65 +275,51 @@ def _groups(
     return Groups(groups, notes=notes), left
 
 
-def _ids(values: dict[str, Any], ranked: pd.DataFrame) -> list[str] | None:
+def _ids(values: Mapping[str, Any], ranked: pd.DataFrame) -> list[str] | None:
     """The tensors in the range of errors that was dragged over; None for all."""
     return ranked["tensor_id"].tolist() if values["delta"] else None
 
 
-def _distributions(board: Board, values: dict[str, Any], groups: Groups, by: str, chosen: pd.DataFrame) -> Drawn:
+def figures_of(board: Board, values: Mapping[str, Any], drawn: Drawing) -> list[Figure]:
     """Histogram and Q–Q plot, side by side."""
-    distributions, kind, law = groups.distributions, values["values"], values["law"] or LAWS[0]
-    if not distributions:
-        return Drawn(problems=(*groups.notes, "Nothing to draw: there are no finite values."))
-    opened, where, named = board.opened, board.where, TITLED[by].lower()
-    names = [d.group for d in distributions]
-    looks = run_looks(every_run(opened)) if by == "run_id" else None
-    height = CHART + (22 * -(-len(names) // style.columns(names)) if len(names) > 1 else 0)
-    how = (
-        "exact"
-        if groups.exact == len(distributions)
-        else "from sketches"
-        if not groups.exact
-        else "partly from sketches"
-    )
-    caption = source(where, f"{counted(len(distributions), named if by == TENSOR else 'group')}, {board.scope} ({how})")
-    caption += f"\nValues: {charts.OF[kind]}."
-    linear = values["axis"] == "linear"
-    figures: list[Figure] = []
-    problems: list[str] = []
-    below = 0.0
-    bins = shared.linear_histogram(distributions) if linear else shared.log2_histogram(distributions)
+    if not drawn.curves:
+        return []
+    linear, kind, names, by = values["axis"] == "linear", values["values"], drawn.names, drawn.by
+    what = counted(len(names), drawn.by_name if by == TENSOR else "group")
+    caption = f"{source(board.where, f'{what}, {board.scope} ({drawn.exact})')}\nValues: {charts.OF[kind]}."
+    look: plot.Look = {
+        "color": style.color(names, drawn.by_name, line=True, own=drawn.looks, place="top"),
+        "strokeDash": style.dash(names, drawn.by_name, "top", drawn.looks),
+    }  # fmt: skip
     field = by if by != TENSOR else ""
-    if bins.empty:
-        problems.append("No magnitudes to draw: all finite values are zero.")
-    else:
-        title = charts.OF[kind] if linear else charts.magnitude(kind)
-        low, below = (None, 0.0) if linear else compute.lower_end(distributions)
-        chart = distribution_charts.histogram(bins, [], named, names, linear, looks, axis=title, place="top", low=low)
+    height = CHART + (22 * -(-len(names) // style.columns(names)) if len(names) > 1 else 0)
+    figures: list[Figure] = []
+    bins = value_bins(drawn) if linear else bins_of(drawn.curves)
+    if len(bins):
+        axis = charts.OF[kind] if linear else charts.magnitude(kind)
+        chart = charts.histogram(
+            bins, LINEAR if linear else LOG2, axis, not linear, None if linear else drawn.below, **look
+        )
         figures.append(Figure("histogram", chart, bins, caption, height=height, group="lie", by=field))
-    if law in LAWS:
-        name = distribution_charts.LAW_TITLES[law]
-        against = f"a {name}" if law != "student_t" else name
-        plot = against_law(distributions, law)
-        titles = (f"{name} quantile; line through the quartiles", f"{charts.OF[kind]}, standardized")
-    else:
-        label = labels_of(opened)[law]
-        against = f"run {label}"
-        plot = against_other(distributions, _others(board, values, by, chosen, law), against)
-        titles = (f"quantile in {against}", charts.OF[kind])
-    if plot.points.empty:
-        problems.append("No Q–Q plot: the values are all equal, or there are none.")
-    else:
-        quantiles = charts.qq(plot, f"Q–Q against {against}", named, names, titles, looks)
-        figures.append(Figure("qq", quantiles, plot.points, caption, height=height, group="lie", by=field))
-    zeros = left_out(opened, where, chosen["tensor_id"].tolist() if len(chosen) else None, below)
-    more = len(plot.sentences) - DRAWN
-    said = [*plot.sentences[:DRAWN], *([f"{more:,} more are drawn."] if more > 0 else [])]
-    texts = [Text(" ".join(said)), Text(zeros)]
-    return Drawn((*figures, *(text for text in texts if text.text)), problems=tuple(problems))
+    points = points_of([curve.quantiles for curve in drawn.curves])
+    if len(points):
+        beyond = [(curve.group, curve.quantiles.above, curve.quantiles.below) for curve in drawn.curves]
+        chart = charts.qq(points, f"Q–Q against {drawn.law}", f"{drawn.law}; zeros left out", beyond, **look)
+        figures.append(Figure("qq", chart, points, caption, height=height, group="lie", by=field))
+    return figures
 
 
-def _others(board: Board, values: dict[str, Any], by: str, chosen: pd.DataFrame, run: str) -> dict[str, Distribution]:
+def value_bins(drawn: Drawing) -> pd.DataFrame:
+    """Bins of the values of all groups, equally wide, each group with a last row at which its line ends."""
+    bins = shared.linear_histogram([curve.distribution for curve in drawn.curves])
+    ends = bins.groupby("group", sort=False).last().reset_index()
+    ends = ends.assign(low=ends["high"], share=0.0, count=0.0)
+    return pd.concat([bins, ends], ignore_index=True)
+
+
+def _others(
+    board: Board, values: Mapping[str, Any], by: str, chosen: pd.DataFrame, run: str
+) -> dict[str, Distribution]:
     """The distributions of the same tensors or groups in another run, by the name of the group."""
     opened, kind = board.opened, values["values"]
     where = replace(board.where, run_id=(run,))
@@ -252,11 +338,42 @@ def _others(board: Board, values: dict[str, Any], by: str, chosen: pd.DataFrame,
 
 
 def _formats(board: Board, ids: list[str] | None, ticked: Sequence[str] = ()) -> list[Item]:
-    by_format = compute.compared(board.opened, board.where if ids is None else Filter(), ids, ticked)
+    by_format = errors(board, ids, ticked)
     if by_format.medians.empty:
-        return [Text("No format comparison: only the operands of a GEMM are scored, and none is selected.")]
+        return [Text(NOT_SCORED)]
+    dots, larger, medians = charts.dots_of(by_format, names_of(board.opened, by_format), ticked)
+    figure = Figure(
+        "formats", charts.formats(dots, larger, medians, formats_title(by_format)), by_format.dots,
+        formats_caption(board, by_format), note=" ".join(formats_notes(by_format)),
+        height=charts.formats_height(by_format), choose="tensor", brush="delta",
+    )  # fmt: skip
+    return [figure]
+
+
+NOT_SCORED = "No format comparison: only the operands of a GEMM are scored, and none is selected."
+
+
+def errors(board: Board, ids: list[str] | None, ticked: Sequence[str] = ()) -> compute.ByFormat:
+    return compute.compared(board.opened, board.where if ids is None else Filter(), ids, ticked)
+
+
+def names_of(opened: Catalog, by_format: compute.ByFormat) -> dict[str, str]:
+    """The names of the tensors that have dots."""
+    rows = by_format.dots.drop_duplicates("tensor_id")
+    return dict(zip(rows["tensor_id"], short_names(rows), strict=True))
+
+
+def formats_title(by_format: compute.ByFormat) -> str:
+    return f"The same {counted(by_format.operands, 'operand')} in each format"
+
+
+def formats_caption(board: Board, by_format: compute.ByFormat) -> str:
     caption = source(board.where, f"{counted(by_format.operands, 'operand')}, {board.scope}")
-    caption += "\nSQNR of an operand along the axis that its GEMM contracts, minus that of N(0,1) in the same format."
+    what = "SQNR of an operand along the axis that its GEMM contracts, minus that of N(0,1) in the same format."
+    return f"{caption}\n{what}"
+
+
+def formats_notes(by_format: compute.ByFormat) -> list[str]:
     notes = []
     if by_format.every > 1:
         notes.append(f"One operand in {by_format.every} is drawn; medians are of all.")
@@ -264,23 +381,16 @@ def _formats(board: Board, ids: list[str] | None, ticked: Sequence[str] = ()) ->
         notes.append(f"Left out, since only some of the operands were scored in them: {', '.join(by_format.partly)}.")
     gradients = bool(by_format.dots["tensor_name"].fillna("").str.startswith("grad_").any())
     notes.append(differences(map(Spec.of, by_format.medians["format"]), gradients))
-    hint = f"Drag: keep the operands in a range, {in_format(board.format)}." if board.format else ""
-    title = f"The same {counted(by_format.operands, 'operand')} in each format"
-    note = " ".join(filter(None, notes))
-    figure = Figure(
-        "formats", charts.formats(by_format, title, ticked), by_format.dots, caption, note=note,
-        height=charts.formats_height(by_format), choose="tensor", brush="delta", hint=hint,
-    )  # fmt: skip
-    return [figure]
+    return [note for note in notes if note]
 
 
-def _panels(board: Board, values: dict[str, Any]) -> Drawn:
+def _panels(board: Board, values: Mapping[str, Any]) -> Drawn:
     """Histograms and Q–Q plots by rows and columns."""
     opened, where = board.opened, board.where
     by = {place: values[place] for place in ("rows", "columns") if values[place] != NONE}
     by |= {"color": values["by"]} if values["by"] != TENSOR else {}
     fields = tuple(dict.fromkeys(by.values()))
-    ranked = _ranked(board, values)
+    ranked = ranked_in(board, values)
     distributions, notes = compute.by_fields(
         opened, where, fields, values["values"], board.format, _ids(values, ranked)
     )
@@ -300,21 +410,21 @@ def _panels(board: Board, values: dict[str, Any]) -> Drawn:
     looks = run_looks(every_run(opened)) if by.get("color") == "run_id" else None
     caption = f"{source(where, f'{len(distributions)} distributions, {board.scope}')}\nAll panels share their axes."
     law = values["law"] if values["law"] in LAWS else LAWS[0]
-    against = distribution_charts.LAW_TITLES[law]
-    bins, points = shared.log2_histogram(parts), against_law(parts, law)
+    against = LAW_NAMES[law]
+    curves = [Curve(part, against_law(part, law)) for part in parts]
+    bins = bins_of(curves)
+    if len(bins):
+        bins = bins[bins["low"] >= compute.lower_end(parts)[0]]
+    points = points_of([curve.quantiles for curve in curves])
     figures = []
-    for kind, frame, title in (
-        ("histogram", bins, "Distribution of magnitudes"), ("qq", points.points, f"Q–Q against {against}"),
-    ):  # fmt: skip
+    for kind, frame, title in (("histogram", bins, LOG2), ("qq", points, f"Q–Q against {against}")):
         if frame.empty:
             continue
         if kind == "qq":
-            frame = frame[frame["sample"].abs() <= points.limit]
-        else:
-            frame = frame[frame["high"] > compute.lower_end(parts)[0]]
+            frame = frame[frame["sample"].abs() <= LIMIT]
         frame = frame.rename(columns={"group": "panel"}).merge(names, on="panel").drop(columns="panel")
         frame = frame.rename(columns={"color": "group"})
-        titles = (f"{against} quantile", "quantile, standardized")
+        titles = (f"{against}, expected", "quantile, standardized")
         chart = charts.panels(frame, by, kind, values["values"], title, titles, looks)
         groups = style.groups_of(frame)
         legend = 22 * -(-len(groups) // style.columns(groups)) if len(groups) > 1 else 0
@@ -323,17 +433,13 @@ def _panels(board: Board, values: dict[str, Any]) -> Drawn:
     return Drawn((table(board, ranked, values), *figures), problems=tuple(problems))
 
 
-def left_out(opened: Catalog, where: Filter, ids: list[str] | None, below: float) -> str:
+def left_out(opened: Catalog, where: Filter, ids: list[str] | None) -> str:
     """What the histogram does not show of the values."""
     row = opened.moments(where if ids is None else Filter(), None, ids).iloc[0]
     odd = [f"{int(row[name]):,} {title}" for name, title in (("nans", "NaN"), ("infs", "infinite")) if row[name]]
     if row["zeros"]:
         share = row["zeros"] / row["numel"]
         odd.insert(0, f"{SHARE.quantity(share)} zeros" if share >= 1e-4 else f"{int(row['zeros']):,} zeros")
-    if below:
-        odd.append(
-            f"the smallest {'nonzero values' if row['zeros'] else 'values'}, up to {100 * below:.2g}% of a group"
-        )
     return f"Not drawn: {one_of(odd)}." if odd else ""
 
 
@@ -367,6 +473,7 @@ EXPLORE = Question(
         "delta": lambda opened: Range(),
         "after": lambda opened: Whole(0, 10**9, 0),
     },
+    at_once=("tensor", "values", "axis"),
     narrow=_controls,
     within=within,
     as_used=lambda values: True,

@@ -169,6 +169,27 @@ def magnitudes(d: Distribution) -> Distribution:
     return Distribution(d.group, low[order], high[order], count[order], math.nan, math.nan, d.exact, d.bin_width)
 
 
+def merged(low: np.ndarray, high: np.ndarray, count: np.ndarray, steps: int) -> tuple[np.ndarray, np.ndarray]:
+    """(edges, counts) of intervals, which may overlap, merged into bins of 1/steps. One that lies across several
+    of these is split evenly."""
+    if not len(low):
+        return np.zeros(1), np.zeros(0)
+    first, last = math.floor(low.min() * steps), math.floor(high.max() * steps) + 1
+    edges = np.arange(first, last + 1) / steps
+    counts = np.zeros(last - first)
+    width = high - low
+    point = width <= 0
+    np.add.at(counts, np.floor(low[point] * steps).astype(int) - first, count[point])
+    low, high, count, width = low[~point], high[~point], count[~point], width[~point]
+    at = np.floor(low * steps).astype(int)
+    for step in range(math.ceil(width.max() * steps) + 1 if len(width) else 0):
+        here = at + step
+        shared = np.clip(np.minimum(high, (here + 1) / steps) - np.maximum(low, here / steps), 0, None) / width
+        inside = shared > 0
+        np.add.at(counts, here[inside] - first, (count * shared)[inside])
+    return edges, counts
+
+
 def quantiles(d: Distribution, p: np.ndarray) -> np.ndarray:
     """The values below which shares p of the distribution lie, spread evenly over a sketch bin. NaN if it is empty."""
     return interval_quantiles(d.low, d.high, d.count, p)

@@ -86,7 +86,7 @@ def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
     sentence = say("In {spec}{sample}: SQNR {sqnr}", spec=str(selected.spec), sample=of_sample, sqnr=sqnr_of)
     verdict = together(
         Sentence(f"{sentence}{lost}.", (*sentence.evidence, *lost.evidence)),
-        say(selected.recorded.before(selected.spec)), by_cause(causes), contributors(causes, selected.axes),
+        Sentence(selected.recorded.before(selected.spec)), by_cause(causes), contributors(causes, selected.axes),
     )  # fmt: skip
     if causes.shares[0] > 0 and (scaled := with_scale(selected.spec)):
         sqnr, _ = total_sqnr(selected, selected.rounded(scaled))
