@@ -109,5 +109,6 @@ def component(name: str, css: str = "") -> Callable[..., Any]:
     script = _LOADER % (PATH, _version(), name)
     html = f'<div class="{name}" data-state="drawing"></div>'
     # In the page itself: the browser's search, screen readers and scripts of others find what is drawn.
-    options = {"html": html, "css": css or None, "js": script, "isolate_styles": False}
-    return st.components.v2.component(f"binade_{name}", **options)
+    return st.components.v2.component(
+        f"binade_{name}", html=html, css=css or None, js=script, isolate_styles=False
+    )  # fmt: skip

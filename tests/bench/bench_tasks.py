@@ -127,9 +127,11 @@ def one_tensor_in_all_formats(user: User) -> None:
 
 def two_directions(user: User) -> None:
     user.link("Explore")
-    user.pick("Compare by", "Operation")
+    user.page.locator(".explore select[name=by]").select_option(label="Operation")
+    user.clicks += 2  # the list, and the choice
+    settle(user.page)
     user.drawn("qq")
-    expect(user.page.locator(".st-key-chart_qq")).to_contain_text("backward")
+    expect(user.page.locator(".explore .legend")).to_contain_text("backward")
 
 
 def filtered(*fields: tuple[str, int]) -> Callable[[User], None]:
