@@ -103,7 +103,7 @@ class Figure(_Item):
         """The title of an axis; "" if it has none, and for a chart of several plots."""
         titles = [
             (encoding.get("axis") or {}).get("title", encoding.get("title"))
-            for encoding in numbers.encodings(self.spec, channel)
+            for encoding in numbers.encodings(json.loads(self.on_page.spec), channel)
         ]
         return next(filter(None, titles), "")
 

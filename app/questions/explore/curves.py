@@ -58,13 +58,18 @@ class Curve:
         widths = np.diff(edge(np.arange(first, first + len(counts) + 1)))
         return first, counts / self.distribution.total / widths
 
-    def as_json(self) -> dict[str, Any]:
-        """For the browser: the number of the `first` bin and the `shares`, `x`, `y` and `below` of the points of the
-        Q–Q plot, the counts beyond its ends, and its tails."""
+    @property
+    def bins_as_json(self) -> dict[str, Any]:
+        """For the browser: the number of the `first` bin and the `shares`."""
         first, shares = self.bins
+        return {"first": first, "shares": shares.round(DIGITS).tolist()}
+
+    @property
+    def quantiles_as_json(self) -> dict[str, Any]:
+        """For the browser: `x`, `y` and `below` of the points of the Q–Q plot, the counts beyond its ends, and its
+        tails."""
         points = self.quantiles
         return {
-            "first": first, "shares": shares.round(DIGITS).tolist(),
             "x": points.theoretical.round(2).tolist(), "y": _short(points.sample),
             "below": points.share.round(4).tolist(), "beyond": [points.above, points.below],
             "tails": points.tails, "problem": points.problem,

@@ -229,21 +229,16 @@ class _Page:
             kind = f"{tensor} {self.values['values']} {law}" if alone else ""
             group: dict[str, Any] = {"name": curve.group, "color": color, "dash": style.DASHES[dash], "kind": kind}
             if kind not in sent:
-                group |= curve.as_json()
+                group |= curve.bins_as_json | curve.quantiles_as_json
             if bins is not None:
                 own = bins[bins["group"] == curve.group]
                 group |= {"low": float(own["low"].iloc[0]), "step": float(own["high"].iloc[0] - own["low"].iloc[0])}
                 group["shares"] = own["share"].iloc[:-1].round(6).tolist()
             groups.append(group)
         sent |= {group["kind"] for group in groups if group["kind"]}
-        figures = (
-            question.figures_of(self.board, self.values, replace(drawing, curves=drawing.curves[:1]))
-            if drawing.curves
-            else []
-        )
         return {
             "ids": ids, "shown": self._shown, "law": law, "groups": groups, "below": drawing.below,
-            "by": drawing.by_name, "caption": figures[0].caption_svg if figures else None,
+            "caption": _caption(question.caption(self.board, self.values, drawing)),
             "axis": charts.OF[self.values["values"]] if bins is not None else charts.magnitude(self.values["values"]),
             "against": drawing.law,
         }  # fmt: skip
@@ -254,11 +249,8 @@ class _Page:
         for d in distributions(self.opened, Filter(), "tensor_id", ids):
             raw = Curve(d, against_law(d, law))
             divided = Curve(over(d, d.std), raw.quantiles) if d.std > 0 else raw
-            bins = {
-                name: dict(zip(("first", "shares"), _bins(curve), strict=True))
-                for name, curve in ((RAW, raw), (SIGMA, divided))
-            }
-            curves[d.group] = raw.as_json() | {"bins": bins}
+            bins = {RAW: raw.bins_as_json, SIGMA: divided.bins_as_json}
+            curves[d.group] = raw.quantiles_as_json | {"bins": bins}
         return curves
 
     def _controls(self) -> list[dict[str, Any]]:
@@ -310,11 +302,6 @@ class _Page:
         every = self.opened.runs()["run_id"].tolist()
         kept = {name: [*dict.fromkeys(rows[name].dropna().tolist())] or None for name in PLACE}
         address.change(**kept, run_id=every if len(every) > 1 else None, tensor=None, delta=None, by="run_id")
-
-
-def _bins(curve: Curve) -> tuple[int, list[float]]:
-    first, shares = curve.bins
-    return first, shares.round(5).tolist()
 
 
 def _plots() -> dict[str, Any]:

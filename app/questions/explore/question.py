@@ -280,13 +280,18 @@ def _ids(values: Mapping[str, Any], ranked: pd.DataFrame) -> list[str] | None:
     return ranked["tensor_id"].tolist() if values["delta"] else None
 
 
+def caption(board: Board, values: Mapping[str, Any], drawn: Drawing) -> str:
+    """Of the two upper charts."""
+    what = counted(len(drawn.curves), drawn.by_name if drawn.by == TENSOR else "group")
+    return f"{source(board.where, f'{what}, {board.scope} ({drawn.exact})')}\nValues: {charts.OF[values['values']]}."
+
+
 def figures_of(board: Board, values: Mapping[str, Any], drawn: Drawing) -> list[Figure]:
     """Histogram and Q–Q plot, side by side."""
     if not drawn.curves:
         return []
     linear, kind, names, by = values["axis"] == "linear", values["values"], drawn.names, drawn.by
-    what = counted(len(names), drawn.by_name if by == TENSOR else "group")
-    caption = f"{source(board.where, f'{what}, {board.scope} ({drawn.exact})')}\nValues: {charts.OF[kind]}."
+    of_both = caption(board, values, drawn)
     look: plot.Look = {
         "color": style.color(names, drawn.by_name, line=True, own=drawn.looks, place="top"),
         "strokeDash": style.dash(names, drawn.by_name, "top", drawn.looks),
@@ -300,12 +305,12 @@ def figures_of(board: Board, values: Mapping[str, Any], drawn: Drawing) -> list[
         chart = charts.histogram(
             bins, LINEAR if linear else LOG2, axis, not linear, None if linear else drawn.below, **look
         )
-        figures.append(Figure("histogram", chart, bins, caption, height=height, group="lie", by=field))
+        figures.append(Figure("histogram", chart, bins, of_both, height=height, group="lie", by=field))
     points = points_of([curve.quantiles for curve in drawn.curves])
     if len(points):
         beyond = [(curve.group, curve.quantiles.above, curve.quantiles.below) for curve in drawn.curves]
         chart = charts.qq(points, f"Q–Q against {drawn.law}", f"{drawn.law}; zeros left out", beyond, **look)
-        figures.append(Figure("qq", chart, points, caption, height=height, group="lie", by=field))
+        figures.append(Figure("qq", chart, points, of_both, height=height, group="lie", by=field))
     return figures
 
 
