@@ -85,7 +85,7 @@ def draw(
         "height": figure.height or HEIGHT,
         "alt": _alt(figure),
         "selections": modes,
-        "marked": figure.marked,
+        "marked": figure.marked if figure.marked is None else str(figure.marked),  # may be an interval
         "hidden": [axis for axis, other in beside if other and figure.axis_title(axis) == other.axis_title(axis)],
         "caption": figure.caption_svg,
         "pin": pin and draft.shown_view() is not None and not read_only(),
