@@ -95,6 +95,14 @@ def shown() -> View | None:
     return view if isinstance(view, View) else None
 
 
+def redraw() -> NoReturn:
+    """Draw the whole page, of the view that it shows, from a part of it. What the browser sent with the part's rerun may
+    be the address before: it sends the one that it has, and gets the next one when the rerun ends."""
+    if view := shown():
+        write(view)
+    st.rerun()
+
+
 def change(**values: Any) -> None:
     """Change parameters of the view, as the callback of a widget. In another format, the tensor that is shown stays,
     though another one may be the worst."""

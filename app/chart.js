@@ -2,6 +2,7 @@
 // tables d0, d1 …, and `tables`, their columns. While a page shows the chart its view stays: if only the tables have
 // changed, they are replaced in it. Python hears of `selected`, {name of the selection, what it selects}, of `saved` and
 // of `pinned`. components.py puts picture.js, export.js, MENU, THEMES and VEGA in front of this file.
+const REST = 200; // milliseconds after which a range has come to rest
 const isObject = value => value !== null && typeof value === 'object';
 
 function rowsOf({ columns, length }) {
@@ -39,6 +40,11 @@ export { MENU };
 export class Plot {
     constructor(root, server) {
         Object.assign(this, { root, node: root.querySelector('.plot'), server, busy: false });
+        const release = () => { this.isPressed = false; };
+        this.node.addEventListener('pointerdown', () => {
+            this.isPressed = this.isGesture = true;
+            for (const end of ['pointerup', 'pointercancel']) window.addEventListener(end, release, { capture: true, once: true });
+        });
     }
 
     // wanted: { spec, tables, height, alt, selections, marked }; hear: called with (name, what it selects).
@@ -93,13 +99,23 @@ export class Plot {
         return this.view.runAsync();
     }
 
+    // A click is heard at once; a range when the button is up and the range has come to rest, since an answer to half
+    // of a drag would change what is dragged over. A range that stays while the data move has other ends, but nobody
+    // has dragged it.
     listen(name) {
         let timer = 0;
+        const hear = selected => {
+            if (this.isPressed) timer = setTimeout(hear, REST, selected);
+            else {
+                this.isGesture = false;
+                this.hear(name, selected);
+            }
+        };
         this.view.addSignalListener(name, (_, value) => {
+            const selected = selectedBy(value ?? {}), isClick = Array.isArray(selected);
+            if (!isClick && !this.isGesture) return;
             clearTimeout(timer);
-            const selected = selectedBy(value ?? {});
-            if (!Object.keys(selected).length) return;
-            timer = setTimeout(() => this.hear(name, selected), Array.isArray(selected) ? 0 : 200); // a drag comes to rest
+            if (Object.keys(selected).length) timer = setTimeout(hear, isClick ? 0 : REST, selected);
         });
     }
 

@@ -74,6 +74,7 @@ def navigate(default: str = "map") -> None:
                 if not leaves:
                     with header:  # after the page, which knows the view
                         _header()
+                    draft.show_toasts()
         except DamagedIndexError as error:
             st.error(f"{error}.", icon=":material/error:")
 

@@ -38,6 +38,6 @@ def show() -> None:
         address.go(entries[result.chosen["index"]].view)
     if result.pressed == "p":
         st.session_state["pin_first"] = True
-        st.rerun()
+        address.redraw()
     if result.pressed and (target := palette.pressed(opened, view, result.pressed)):
         address.go(target)

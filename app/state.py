@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import streamlit as st
 
-from binade.app.address import link
+from binade.app.address import link, redraw
 from binade.app.formatting import plain
 from binade.app.pages.registry import PART
 from binade.app.view import View
@@ -142,7 +142,7 @@ def redraw_when(changed: Callable[[], bool], every: float) -> None:
     @st.fragment(run_every=every or None)
     def look_again() -> None:
         if not state.pop("just_drawn", False) and changed():  # the fragment also runs as a part of the page
-            st.rerun()
+            redraw()
 
     look_again()
 

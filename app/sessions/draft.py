@@ -25,6 +25,7 @@ from binade.data.access import ReadOnlyError, read_only
 from binade.data.catalog import Catalog, DamagedIndexError
 from binade.data.runs import RunError, resolve_root
 
+TOASTS = "toasts"  # the key in a session's state
 READ = View("notebook", {PART: ["sessions"], "part": ["read"]})  # the open session, as its readers see it
 
 
@@ -121,8 +122,14 @@ def notify(*notices: str) -> None:
 
 
 def toast(text: str, icon: str) -> None:
-    """A short-lived message. Markdown in the text is not interpreted, since it may be someone else's."""
-    st.toast(plain(text), icon=icon)
+    """A short-lived message at the end of the page's next run: Streamlit drops what the browser does not have yet when
+    a run begins again. Markdown in the text is not interpreted, since it may be someone else's."""
+    st.session_state.setdefault(TOASTS, []).append((plain(text), icon))
+
+
+def show_toasts() -> None:
+    for text, icon in st.session_state.pop(TOASTS, []):
+        st.toast(text, icon=icon)
 
 
 def pin(figure: Figure, view: View | None = None) -> None:

@@ -313,7 +313,8 @@ class Explore {
 
     show(place, plot, tables, height, alt, caption, hear = () => {}) {
         const { spec, selections } = this.data.plots[plot];
-        place.plot.show({ spec, tables, height, alt, selections, marked: null }, hear);
+        const marked = selections.length ? this.data.within : null; // without the range that was dragged over before
+        place.plot.show({ spec, tables, height, alt, selections, marked }, hear);
         exportMenu(place.chart, {
             table: false, chart: place.name, caption: caption ?? { svg: '', width: 0, height: 0 }, name: `binade-${place.name}`,
             pin: this.data.pin, saved: this.data.saved, gestures: plot === 'formats' ? ['Click: tick this', 'Drag: keep the operands in a range'] : [],

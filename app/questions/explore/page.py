@@ -73,8 +73,8 @@ def _show(opened: Catalog, view: View, reading: Reading) -> None:
     """Any change but a tick, the values or the axis draws the whole page again."""
     now = address.shown() or view
     others = dict.fromkeys(EXPLORE.at_once)
-    if now.changed(**others) != view.changed(**others):
-        st.rerun()
+    if st.session_state.pop("explore_pinned", False) or now.changed(**others) != view.changed(**others):
+        address.redraw()
     params = {"tensor": known_tensor(opened, several=True), "values": VALUES_OF, "axis": AXIS_OF}
     chosen, _ = read(params, {name: now.params.get(name, []) for name in params})
     values = reading.values | chosen
@@ -150,15 +150,14 @@ class _Page:
         result = _explore()(
             key=KEY, data=data, height="content", on_chosen_change=self._choose, on_needs_change=self._need,
             on_set_change=self._set, on_saved_change=self._save, on_runs_change=self._in_all_runs,
-            **{f"on_{name}_change": lambda: None for name in ("open", "pinned")},
+            on_pinned_change=lambda: self._pin(st.session_state[KEY].pinned), on_open_change=lambda: None,
         )  # fmt: skip
         if result.open:
             gemms = ranked.loc[ranked["tensor_id"] == result.open, "gemm"].tolist()
             address.go(self.view.at("tensor", "", **operand(str(result.open), next(iter(gemms), None))))
-        pins = result.pinned or st.session_state.pop("pin_first", False)
-        if pins and (figure := self._figure(str(result.pinned or CHARTS[0]))):
-            draft.pin(figure, self.view)
-            st.rerun()
+        if st.session_state.pop("pin_first", False):  # the key p
+            self._pin(CHARTS[0])
+            address.redraw()
 
     @property
     def _listed_by(self) -> tuple[Any, ...]:
@@ -290,6 +289,11 @@ class _Page:
                 address.change(delta=Interval(low, high) if value else None)
         elif name in (*EXPLORE.uses, "after"):
             address.change(**{name: value})
+
+    def _pin(self, chart: str) -> None:
+        if figure := self._figure(str(chart)):
+            draft.pin(figure, self.view)
+            st.session_state["explore_pinned"] = True  # the header says so
 
     def _save(self) -> None:
         asked = st.session_state[KEY].saved

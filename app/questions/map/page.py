@@ -70,8 +70,8 @@ def show(opened: Catalog, view: View, reading: Reading) -> None:
 def _show(opened: Catalog, view: View, reading: Reading) -> None:
     """The map and its panel. A click on a cell draws only these again, any other change the whole page."""
     now = (address.shown() or view).changed(view=None)
-    if now.changed(cell=None) != view.changed(cell=None):
-        st.rerun()
+    if st.session_state.pop("map_pinned", False) or now.changed(cell=None) != view.changed(cell=None):
+        address.redraw()
     view = now
     values = {name: reading.values[name] for name in MAP.uses}
     where = reading.scope.where if reading.scope else reading.where
@@ -95,10 +95,15 @@ def _show(opened: Catalog, view: View, reading: Reading) -> None:
     data = opened.kept(("map data", key, opened.progress), lambda: _data(opened, map_))
     data = data | {"selected": None if cell is None else _name(cell, map_.across), "panel": shown}
     data["pin"] = not read_only()
+
+    def pin() -> None:
+        draft.pin_chart("map", map_.title)
+        st.session_state["map_pinned"] = True  # the header says so
+
     result = _component()(
         key="map", data=data, height="content", on_selected_change=_select, on_iteration_change=_to_iteration,
-        on_across_change=_across,
-        **{f"on_{name}_change": lambda: None for name in ("open", "pin", "compare", "explore", "advise")},
+        on_across_change=_across, on_pin_change=pin,
+        **{f"on_{name}_change": lambda: None for name in ("open", "compare", "explore", "advise")},
     )  # fmt: skip
     if result.open:
         address.go(view.at("tensor", **map_.operand_of(str(result.open))))
@@ -110,9 +115,9 @@ def _show(opened: Catalog, view: View, reading: Reading) -> None:
         place = {name: [cell[name]] for name in (LAYER,) if name in cell}
         names = {"module": opened.rows_of([cell["tensor_id"]])["module"].tolist(), "tensor_name": [cell["tensor"]]}
         address.go(view.at("explore", by="run_id").changed(**place, **names, run_id=None))
-    if result.pin or st.session_state.pop("pin_first", False):
-        draft.pin_chart("map", map_.title)
-        st.rerun()
+    if st.session_state.pop("pin_first", False):  # the key p
+        pin()
+        address.redraw()
     with st.container(horizontal=True, vertical_alignment="center", gap="medium"):
         tables = st.toggle("As a chart and tables, to save them", key="map_tables")
         for control in MAP.controls_of(layout.selected_of(opened, reading), reading.values):
