@@ -96,8 +96,8 @@ def shown() -> View | None:
 
 
 def redraw() -> NoReturn:
-    """Draw the whole page, of the view that it shows, from a part of it. What the browser sent with the part's rerun may
-    be the address before: it sends the one that it has, and gets the next one when the rerun ends."""
+    """Draw the whole page, of the view that it shows, from a part of it. The browser sends its address with the part's
+    rerun, and may not yet have the newest one."""
     if view := shown():
         write(view)
     st.rerun()

@@ -542,7 +542,7 @@ class TestEveryPage:
             assert set(at.dataframe[0].value["recipe"]) == RECIPES
 
 
-@pytest.mark.parametrize("name, value", [("range", "-4..-1"), ("channel", "0")])
+@pytest.mark.parametrize(("name", "value"), [("range", "-4..-1"), ("channel", "0")])
 def test_a_chart_says_what_is_marked_in_it_as_data(visit: Visit, collected: Path, name: str, value: str):
     at = visit(collected, "tensor", view="why", format="hifp8", **{name: value})
     assert any(data["marked"] is not None for data in chart_data(at))
