@@ -13,8 +13,8 @@ import torch
 from scipy import stats
 
 from binade.app.figure import Drawn
+from binade.app.measures.registry import MAP_MEASURES
 from binade.app.questions import registry
-from binade.app.questions.map.compute import EFFECT, METRICS, PARITY, TENSOR_SCALE
 from binade.app.questions.noise import compute as noise
 from binade.data.catalog import Catalog
 from binade.data.events import Event, EventKind, append_event
@@ -28,7 +28,7 @@ from tests.app.test_parity import of_recipes, saved
 from tests.data.builder import make_run
 
 RECORDED = tuple(
-    metric for metric in METRICS if metric not in (EFFECT, PARITY, TENSOR_SCALE)
+    metric for metric in MAP_MEASURES if metric not in ("effect", "parity_change", "tensor_scale")
 )  # which only some runs have
 
 # Questions without a verdict, and why.

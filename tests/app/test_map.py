@@ -21,8 +21,8 @@ from torch.nn import functional as F
 import binade
 from binade import quant
 from binade.app.figure import Drawn
+from binade.app.measures.registry import MAP_MEASURES
 from binade.app.questions.map import question as map_question
-from binade.app.questions.map.compute import EFFECT, METRICS, PARITY, TENSOR_SCALE
 from binade.app.questions.map.panel import panel
 from binade.app.questions.map.question import MAP, map_of
 from binade.app.view import View
@@ -37,7 +37,7 @@ from tests.collector.small_model import batch, build
 from tests.data.builder import make_run
 
 RECORDED = tuple(
-    metric for metric in METRICS if metric not in (EFFECT, PARITY, TENSOR_SCALE)
+    metric for metric in MAP_MEASURES if metric not in ("effect", "parity_change", "tensor_scale")
 )  # which only some runs have
 
 pytestmark = pytest.mark.slow

@@ -12,8 +12,8 @@ import torch
 from streamlit.testing.v1 import AppTest
 
 from binade.app.formatting import plain
+from binade.app.measures.registry import MAP_MEASURES
 from binade.app.pages.registry import PAGES
-from binade.app.questions.map.compute import EFFECT, METRICS, PARITY, TENSOR_SCALE
 from binade.app.view import View
 from binade.collector import Recorder
 from binade.data.catalog import Catalog
@@ -22,7 +22,7 @@ from tests.app import roots
 from tests.app.test_pages import Visit, address, charts, chips, first, rerun, words
 
 RECORDED = tuple(
-    metric for metric in METRICS if metric not in (EFFECT, PARITY, TENSOR_SCALE)
+    metric for metric in MAP_MEASURES if metric not in ("effect", "parity_change", "tensor_scale")
 )  # which only some runs have
 
 pytestmark = pytest.mark.slow

@@ -14,10 +14,11 @@ from binade.app import address
 from binade.app import show as show_items
 from binade.app.figure import Table
 from binade.app.formatting import plain
+from binade.app.measures.map_measure import ITERATION, LAYER
 from binade.app.params import Interval
 from binade.app.questions import layout
-from binade.app.questions.map import charts, compute
-from binade.app.questions.map.compute import ITERATION, LAYER, MapRow
+from binade.app.questions.map import charts
+from binade.app.questions.map.compute import MapRow
 from binade.app.questions.map.panel import panel
 from binade.app.questions.map.question import (
     ACROSS,
@@ -174,7 +175,7 @@ def _data(opened: Catalog, map_: Map) -> dict[str, Any]:
         "of": map_.of,
         "columns": columns,
         "blocks": blocks,
-        "legend": charts.legend(measure, table["value"], map_.diverging),
+        "legend": charts.legend(map_.color, measure, table["value"], bool(map_.against)),
         "across": map_.across,
         **_exceptions(opened, map_),
         "iterations": _iterations(opened, map_),
@@ -188,9 +189,9 @@ def _group(row: MapRow) -> str:
 
 def _between(cell: dict[Any, Any], map_: Map) -> str:
     """The interval of a cell, in words; "" if it has none."""
-    if pd.isna(cell["low"]) or (cell["tensors"] < 2 and map_.measure.key not in compute.OVER_SEQUENCES):
+    if pd.isna(cell["low"]) or (cell["tensors"] < 2 and not map_.color.interval):
         return ""
-    word = compute.OVER_SEQUENCES.get(map_.measure.key, "10th to 90th percentile")
+    word = map_.color.interval or "10th to 90th percentile"
     return f"{map_.measure.text(cell['low'])} to {map_.measure.text(cell['high'])}, {word}"
 
 

@@ -1,0 +1,22 @@
+"""All measures, in the order of the list of colors."""
+
+from __future__ import annotations
+
+from binade.app.measures.blocks import SCALE_SPREAD
+from binade.app.measures.effect import EFFECT
+from binade.app.measures.loss_change import LOSS_CHANGE
+from binade.app.measures.map_measure import MapMeasure
+from binade.app.measures.parity_change import PARITY
+from binade.app.measures.results import RESULT
+from binade.app.measures.values import OF_ERRORS, OF_STATISTICS, OF_TENSOR_SCALE
+from binade.data.catalog import Catalog
+
+_ALL = (*OF_ERRORS, LOSS_CHANGE, EFFECT, PARITY, RESULT, SCALE_SPREAD, OF_TENSOR_SCALE, *OF_STATISTICS)
+MAP_MEASURES: dict[str, MapMeasure] = {one.measure.key: one for one in _ALL}
+
+
+def recorded_measures(opened: Catalog) -> list[str]:
+    """The names of the measures that a root has data for."""
+    return opened.kept(
+        "recorded measures", lambda: [name for name, one in MAP_MEASURES.items() if one.recorded(opened)]
+    )
