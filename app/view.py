@@ -15,6 +15,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, Field
 
+from binade.app.aliases import set_current
 from binade.app.budget import BudgetError
 from binade.app.fair_queue import FairQueue
 from binade.app.figure import Drawn
@@ -97,6 +98,9 @@ class View(Record):
 
     page: Page
     params: TextsByName = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        set_current(self)
 
     @property
     def part(self) -> str:

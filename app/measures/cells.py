@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -52,18 +51,21 @@ def places(query: CellQuery, every_gemm: bool = True) -> pd.DataFrame:
     )
 
 
-def by_cell(query: CellQuery, values: pd.DataFrame, low_is_bad: bool = False, every_gemm: bool = True) -> pd.DataFrame:
-    """The cells of values of single tensors. values: tensor_id, value, and whatever else is kept of each cell's worst
-    tensor. value is the mean over the tensors of a cell, low and high their 10th and 90th percentile."""
+def by_cell(
+    query: CellQuery, values: pd.DataFrame, low_is_bad: bool = False, every_gemm: bool = True, mean: bool = False
+) -> pd.DataFrame:
+    """The cells of values of single tensors. values: tensor_id, value. value of a cell is the median of its tensors, or
+    their mean, low and high the 10th and 90th percentile. NaN if one of its tensors has no value."""
     by = [*PLACE, query.across]
-    table = places(query, every_gemm).merge(values.dropna(subset=["value"]), on="tensor_id")
+    table = places(query, every_gemm).merge(values, on="tensor_id")
+    if table.empty:
+        return table.reindex(columns=[*by, "value", "low", "high", "tensors", "tensor_id"])
     table = table.sort_values("value", ascending=low_is_bad, kind="stable")
     groups = table.groupby(by, dropna=False)
-    found = deciles(groups["value"]) if len(table) else pd.DataFrame(columns=["low", "value", "high"])
-    found["value"], found["tensors"], found["tensor_id"] = (
-        groups["value"].mean(), groups.size(), groups["tensor_id"].first(),
-    )  # fmt: skip
-    return found.reset_index() if len(table) else table.reindex(columns=[*by, *found])
+    found = deciles(groups["value"])
+    found["value"] = groups["value"].mean() if mean else found["value"]
+    found = found.where(groups["value"].count() == groups.size())
+    return found.assign(tensors=groups.size(), tensor_id=groups["tensor_id"].first()).reset_index()
 
 
 def products(catalog: Catalog, where: Filter) -> pd.DataFrame:
@@ -88,8 +90,3 @@ def of_products(known: pd.DataFrame, values: pd.DataFrame) -> pd.DataFrame:
         gemm=Gemm.FORWARD.value, tensor=table["part"].map(RESULTS).fillna("output"), expert=None,
         low=table["value"] - margin, high=table["value"] + margin, tensors=table["sequences"],
     )[[*PLACE, LAYER, "value", "low", "high", "tensors", "tensor_id"]]  # fmt: skip
-
-
-def named(cell: Mapping[Any, Any] | pd.Series) -> dict[str, Any]:
-    """The columns of a cell that say which tensors it is of, without a column that has none."""
-    return {name: cell[name] for name in PLACE if not pd.isna(cell[name])}

@@ -7,12 +7,16 @@ from binade.app.measures.effect import EFFECT
 from binade.app.measures.loss_change import LOSS_CHANGE
 from binade.app.measures.map_measure import MapMeasure
 from binade.app.measures.parity_change import PARITY
-from binade.app.measures.results import RESULT
+from binade.app.measures.results import RESULT, RESULT_GAIN
 from binade.app.measures.values import OF_ERRORS, OF_STATISTICS, OF_TENSOR_SCALE
 from binade.data.catalog import Catalog
+from binade.data.fields import MEASURES
 
-_ALL = (*OF_ERRORS, LOSS_CHANGE, EFFECT, PARITY, RESULT, SCALE_SPREAD, OF_TENSOR_SCALE, *OF_STATISTICS)
+_ALL = (*OF_ERRORS, LOSS_CHANGE, EFFECT, PARITY, RESULT, RESULT_GAIN, SCALE_SPREAD, OF_TENSOR_SCALE, *OF_STATISTICS)
 MAP_MEASURES: dict[str, MapMeasure] = {one.measure.key: one for one in _ALL}
+
+DEFINED = MEASURES | {name: one.measure for name, one in MAP_MEASURES.items()}
+"""All that has a definition, by name."""
 
 
 def recorded_measures(opened: Catalog) -> list[str]:

@@ -21,7 +21,6 @@ from binade.app.questions.predictions.question import PREDICTIONS
 from binade.app.questions.provenance.question import PROVENANCE
 from binade.app.questions.question import Question
 from binade.app.questions.recipes.question import RECIPES
-from binade.app.questions.results.question import RESULTS
 from binade.app.questions.runs.question import RUNS
 from binade.app.questions.what_if.question import WHAT_IF
 from binade.app.questions.why.question import WHY
@@ -39,7 +38,6 @@ QUESTIONS: tuple[Question, ...] = (
     BLOCKS,
     ATTENTION,
     CODES,
-    RESULTS,
     BLOCK_HISTORY,
     CHANNELS,
     NOISE,

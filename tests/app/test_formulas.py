@@ -14,6 +14,8 @@ from scipy import special, stats
 
 from binade import quant
 from binade.app.figure import Offers
+from binade.app.measures.map_measure import CellQuery
+from binade.app.measures.registry import MAP_MEASURES
 from binade.app.questions.attention import compute as attention_compute
 from binade.app.questions.block_history import compute as block_history_compute
 from binade.app.questions.blocks import compute as blocks_compute
@@ -21,7 +23,6 @@ from binade.app.questions.codes import compute as codes_compute
 from binade.app.questions.drift import compute as drift_compute
 from binade.app.questions.loss import compute as loss_compute
 from binade.app.questions.recipes.question import cost
-from binade.app.questions.results import compute as results_compute
 from binade.app.questions.shared import boards, distributions, laws
 from binade.app.questions.shared.distributions import distribution_of
 from binade.app.questions.shared.rounded import subject
@@ -605,8 +606,12 @@ class TestBoards:
 
     def test_results_and_what_their_operands_predict(self, catalog):
         where = Filter(quant_type=["mxfp4"])
-        table = results_compute.by_product(catalog.results(where)).set_index(list(results_compute.PRODUCT))
-        assert set(table.index.get_level_values("gemm")) == {"forward", "dgrad", "wgrad"}
+        query = CellQuery(catalog, where)
+        by = ["layer_index", "product", "tensor", "gemm"]
+        result, gain = (MAP_MEASURES[f"result_{name}_db"].cells(query).set_index(by) for name in ("sqnr", "gain"))
+        assert set(result.index.get_level_values("gemm")) == {"forward", "dgrad", "wgrad"}
+        drawn = MAP_MEASURES["result_gain_db"].extra(query, None).table
+        products = drawn.set_index(["layer_index", "module", "part", "gemm"])
         exact, predicted = [], []
         for iteration in (0, 1):
             at = {"quant_type": ["mxfp4"], "layer_index": [1], "module": ["fc1"], "iteration": [iteration]}
@@ -616,12 +621,15 @@ class TestBoards:
             exact.append(errors(dy.T @ x, dw).sqnr_db)
             noise = [errors(a, quant.fake_quantize(a, "mxfp4", 0)).sqnr_db for a in (x, dy)]
             predicted.append(-10 * np.log10(np.sum(10 ** (-np.array(noise) / 10))))
-        row = table.loc[(1, "fc1", "linear", "wgrad")]
-        assert row["results"] == 2
+        row, cell = products.loc[(1, "fc1", "linear", "wgrad")], (1, "fc1", "grad_weight", "wgrad")
+        assert row["results"] == result.loc[cell, "tensors"] == gain.loc[cell, "tensors"] == 2
         assert row["result_db"] == pytest.approx(np.median(exact), abs=1e-3)
+        assert result.loc[cell, "value"] == pytest.approx(np.median(exact), abs=1e-3)
         assert row["operands_db"] == pytest.approx(np.median(predicted), abs=1e-3)
-        assert row["gain_db_low"] == pytest.approx(np.quantile(np.subtract(exact, predicted), 0.1), abs=1e-3)
-        backward, predicted = table.loc[(1, "core", "QK", "dgrad")], []
+        for name, q in (("low", 0.1), ("value", 0.5), ("high", 0.9)):
+            wanted = np.quantile(np.subtract(exact, predicted), q)
+            assert gain.loc[cell, name] == pytest.approx(wanted, abs=1e-3), name
+        backward, predicted = products.loc[(1, "core", "QK", "dgrad")], []
         for iteration in (0, 1):
             at = {"quant_type": ["mxfp4"], "layer_index": [1], "module": ["core"], "iteration": [iteration]}
             noise = 0.0
@@ -631,7 +639,7 @@ class TestBoards:
             predicted.append(-10 * np.log10(noise))
         assert backward["operands_db"] == pytest.approx(np.median(predicted), abs=1e-3)
         assert backward["result_db"] > 0
-        assert results_compute.by_product(catalog.results(Filter(quant_type=["bf16"]))).empty
+        assert MAP_MEASURES["result_gain_db"].cells(CellQuery(catalog, Filter(quant_type=["bf16"]))).empty
 
     def test_block_history_is_that_of_the_blocks_in_the_files(self, catalog):
         where = Filter(quant_type=["mxfp4"], layer_index=[1], iteration=[1])
@@ -687,9 +695,11 @@ class TestScope:
     def test_another_run_changes_nothing_of_a_run(self, catalog):
         runs = catalog.runs().set_index("recipe")["run_id"]
         run, alone = runs["mxfp8"], catalog.restricted([runs["mxfp8"], runs["bf16"]])  # which Noise compares it with
-        views = [View("map", {"view": [name]}) for name in ("gemms", "blocks", "noise")]
+        views = [View("map", {"view": [name]}) for name in ("blocks", "noise")]
         views += [View("runs", {"view": ["loss"]})]
-        views += [View("map", {"metric": [metric]}) for metric in ("sqnr_db", "loss_change", "absmax")]
+        views += [
+            View("map", {"metric": [metric]}) for metric in ("sqnr_db", "loss_change", "absmax", "result_gain_db")
+        ]
         views += [View("map", {"across": ["iteration"]}), View("map", {"versus": ["nvfp4"]})]
         for view in views:
             view = view.changed(format="mxfp4").filtered(Filter(run_id=[run]))

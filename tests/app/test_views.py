@@ -80,7 +80,7 @@ def test_the_map_in_another_format_iteration_and_as_a_difference(visit: Visit, c
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("part", ["gemms", "blocks", "channels", "noise"])
+@pytest.mark.parametrize("part", ["blocks", "channels", "noise"])
 def test_sections_of_the_map(visit: Visit, collected: Path, part: str):
     at = visit(collected, "map", view=part, quant_type="mxfp4", layer_index="1")
     wanted = {"channels": 3, "noise": 3}

@@ -46,7 +46,6 @@ from binade.app.questions.block_history.question import BLOCK_HISTORY
 from binade.app.questions.map.question import MAP
 from binade.app.questions.question import Question
 from binade.app.questions.recipes import question as recipes
-from binade.app.questions.results.question import RESULTS
 from binade.app.questions.shared.runs import every_run
 from binade.collector.settings import BackendName
 from binade.collector.training import loop
@@ -290,9 +289,10 @@ def exactness(opened: Catalog, variants: dict[str, str]) -> list[Line]:
         for answer in wrong:
             print(f"    {title}: {answer.verdict}", flush=True)
         lines.append(Line(title, "another extreme than the table's", len(said), len(wrong), 0.0))
-    results = [str(drawn(RESULTS, opened, Filter(run_id=(run,))).verdict) for run in recorded if variants[run] != PLAIN]
-    uncertain = sum(bool(UNCERTAIN.search(text)) for text in results)
-    lines.append(Line("GEMMs", "exact values called uncertain", len(results), uncertain, 0.0))
+    for metric in ("result_sqnr_db", "result_gain_db"):
+        said = [drawn(MAP, opened, Filter(run_id=(run,)), metric=metric) for run in recorded if variants[run] != PLAIN]
+        uncertain = sum(bool(UNCERTAIN.search(answer.verdict)) for answer in said)
+        lines.append(Line(f"Map {metric}", "exact values called uncertain", len(said), uncertain, 0.0))
     table = every_run(opened)
     table = table[table["run_id"].isin(recorded)].assign(variant=lambda runs: runs["run_id"].map(variants))
     of_seeds = [gradients(opened, runs) for _, runs in table.groupby("seed")]

@@ -21,7 +21,6 @@ from binade.app.questions.channels import compute as channels_compute
 from binade.app.questions.drift import compute as drift_compute
 from binade.app.questions.loss import compute as loss_compute
 from binade.app.questions.noise import compute as noise_compute
-from binade.app.questions.results import compute as results_compute
 from binade.app.questions.shared import laws
 from binade.app.questions.shared.distributions import distribution_of
 from binade.app.questions.shared.operands import along
@@ -361,15 +360,14 @@ def test_what_costs_the_loss(visitor: Visitor, catalog: Catalog):
 
 
 def test_which_gemm_loses_it(visitor: Visitor, catalog: Catalog):
-    visitor.ask("map", "gemms")
-    table = results_compute.by_product(catalog.results(scoped(catalog, Filter())))
-    assert visitor.answer == said(catalog, "map", "gemms")
-    assert len([mark for mark in visitor.marks("results") if "layer" in mark]) == len(table)
-    known = table["operands_db"].notna().sum()
-    assert len([mark for mark in visitor.marks("results_against_operands") if "GEMM" in mark]) == known
-    visitor.page.get_by_test_id("stDataFrame").last.click(position={"x": 18, "y": 35 + 17})
-    visitor.page.wait_for_url(re.compile("result="))
+    visitor.page.goto("/?view=gemms")
+    visitor.page.wait_for_url(re.compile("metric=result_sqnr_db"))  # where the address leads now
+    visitor.page.get_by_text("Click a cell to compare accumulators").wait_for()
+    visitor.page.locator(".map .cell").first.click()
     visitor.page.get_by_text("was not computed again").wait_for()  # the result is not of FP8 operands
+    visitor.page.goto("/?metric=result_gain_db")
+    products = View("map", {"metric": ["result_gain_db"]}).draw(catalog).get("results_against_operands").table
+    assert len([mark for mark in visitor.marks("results_against_operands") if "GEMM" in mark]) == len(products)
 
 
 def test_do_blocks_fail_over_time(visitor: Visitor, catalog: Catalog):

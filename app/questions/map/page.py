@@ -12,7 +12,7 @@ import streamlit as st
 
 from binade.app import address
 from binade.app import show as show_items
-from binade.app.figure import Table
+from binade.app.figure import Figure, Table, Text
 from binade.app.formatting import plain
 from binade.app.measures.map_measure import ITERATION, LAYER
 from binade.app.params import Interval
@@ -26,6 +26,7 @@ from binade.app.questions.map.question import (
     Map,
     against_normal,
     columns_of,
+    extra_of,
     headline_of,
     map_of,
     places,
@@ -74,7 +75,7 @@ def _show(opened: Catalog, view: View, reading: Reading) -> None:
     if now.changed(cell=None) != view.changed(cell=None):
         st.rerun()
     view = now
-    values = {name: reading.values[name] for name in MAP.uses}
+    values = {name: reading.values[name] for name in MAP.uses if name not in MAP.selects}
     where = reading.scope.where if reading.scope else reading.where
     key = (where, repr(sorted(values.items(), key=str)), opened.versions(where.run_id))
     pool = pool_of(opened, MAP, where, values)
@@ -86,7 +87,7 @@ def _show(opened: Catalog, view: View, reading: Reading) -> None:
     st.session_state[layout.SCOPE] = Scope.of(opened, reading.where, used_by(map_), reading.values["format"])
     if map_.left_out:
         st.caption(map_.left_out)
-    cell = _chosen(map_, next(iter(view.params.get("cell", ())), ""))
+    cell = map_.chosen(next(iter(view.params.get("cell", ())), ""))
     fmt = reading.values["format"] or ""
     shown = None
     if cell is not None:
@@ -114,6 +115,7 @@ def _show(opened: Catalog, view: View, reading: Reading) -> None:
     if result.pin or st.session_state.pop("pin_first", False):
         draft.pin_chart("map", map_.title)
         st.rerun()
+    _show_extra(opened, view, map_, cell, key)
     with st.container(horizontal=True, vertical_alignment="center", gap="medium"):
         tables = st.toggle("As a chart and tables, to save them", key="map_tables")
         for control in MAP.controls_of(layout.selected_of(opened, reading), reading.values):
@@ -124,6 +126,18 @@ def _show(opened: Catalog, view: View, reading: Reading) -> None:
             show_items.draw(chart, pin=False)
         layout.open_tensor(show_items.table(places(map_)), view)
         show_items.table(Table("kinds", map_.kinds, columns_of(map_)))
+
+
+def _show_extra(opened: Catalog, view: View, map_: Map, cell: pd.Series | None, key: tuple[Any, ...]) -> None:
+    """What the measure draws below the map."""
+    name = None if cell is None else _name(cell, map_.across)
+    match opened.kept(("map extra", name, key), lambda: extra_of(map_, cell)):
+        case Figure() as figure:
+            layout.open_tensor(show_items.draw(figure, view=view), view)
+        case Table() as table:
+            show_items.table(table)
+        case Text() as text:
+            layout.show_text(text)
 
 
 def _across() -> None:
@@ -140,12 +154,6 @@ def _to_iteration() -> None:
 
 def _name(cell: pd.Series, across: str) -> str:
     return cell_name(str(cell["row"]), int(cell[across]))
-
-
-def _chosen(map_: Map, name: str) -> pd.Series | None:
-    """The cell of this name."""
-    named = map_.table[map_.cells == name]
-    return named.iloc[0] if len(named) else None
 
 
 def _data(opened: Catalog, map_: Map) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import pandas as pd
 from binade.app import style
 from binade.app.budget import BudgetError
 from binade.app.control import Control
-from binade.app.figure import Column, Drawn, Figure, Table, source
+from binade.app.figure import Column, Drawn, Figure, Table, Text, source
 from binade.app.formatting import evenly
 from binade.app.measures import loss_change
 from binade.app.measures.map_measure import ITERATION, LAYER, CellQuery, MapMeasure
@@ -98,6 +98,11 @@ class Map:
         """The worst tensor of a cell and its GEMM, as parameters of a page on one tensor."""
         named = self.table.loc[self.cells == cell, ["tensor_id", "gemm"]]
         return operand(None, None) if named.empty else operand(*named.iloc[0])
+
+    def chosen(self, name: str) -> pd.Series | None:
+        """The cell of this name."""
+        named = self.table[self.cells == name]
+        return named.iloc[0] if len(named) else None
 
     @property
     def title(self) -> str:
@@ -258,7 +263,14 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     answer = verdict(opened, map_)
     tables = places(map_), Table("kinds", map_.kinds, columns_of(map_))
     left_out = (map_.left_out,) * bool(map_.left_out)
-    return Drawn((figure, ranked(map_, scope), *tables), answer, left_out, used_by(map_))
+    extra = extra_of(map_, map_.chosen(values["cell"] or ""))
+    items = (figure, *([extra] if extra else []), ranked(map_, scope), *tables)
+    return Drawn(items, answer, left_out, used_by(map_))
+
+
+def extra_of(map_: Map, cell: pd.Series | None) -> Figure | Table | Text | None:
+    """What the measure draws below the map. cell: the one that is selected."""
+    return map_.color.extra(map_.query, cell) if map_.color.extra and not map_.against else None
 
 
 def used_by(map_: Map) -> Used:
@@ -388,6 +400,7 @@ MAP = Question(
     as_used=lambda values: MAP_MEASURES[values["metric"]].as_used,
     within=within,
     scoped=("metric", "format", "versus"),
+    takes={"cell": lambda opened: AnyText()},  # what is drawn below the map may be of one
     selects={"cell": lambda opened: AnyText()},
     rounds=_rounds,
     of_runs=True,

@@ -10,7 +10,9 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from binade.app.questions.results import compute as results_compute
+from binade.app.measures import results as measured_results
+from binade.app.measures.cells import deciles
+from binade.app.measures.map_measure import CellQuery
 from binade.app.questions.shared.boards import PLACE
 from binade.app.questions.shared.rounded import Recorded
 from binade.app.questions.shared.runs import references_of
@@ -204,11 +206,12 @@ def gradients(catalog: Catalog, where: Filter, fmt: str) -> pd.DataFrame:
     columns = [*by, "tensors", "sqnr_db", "sqnr_db_low", "sqnr_db_high", "tensor_id"]
     rounded = catalog.errors(fmt, by, where) if fmt else pd.DataFrame(columns=columns)
     rounded = rounded[rounded["tensor_name"] == "grad_output"]
-    results = results_compute.by_product(catalog.results(where), (*results_compute.PRODUCT, "iteration"))
+    results = measured_results.results(CellQuery(catalog, where)).sort_values("result_db", kind="stable")
     results = results[(results["gemm"] == "wgrad") & results["part"].isin(("linear", "router"))]
-    results = results.rename(
-        columns=lambda name: {"results": "tensors"}.get(name, name.replace("result_db", "sqnr_db"))
-    )
+    groups = results.groupby([*measured_results.PRODUCT, "iteration"], dropna=False)
+    ends = deciles(groups["result_db"]) if len(results) else pd.DataFrame(columns=["low", "value", "high"])
+    ends = ends.set_axis(["sqnr_db_low", "sqnr_db", "sqnr_db_high"], axis=1)
+    results = ends.assign(tensors=groups.size(), tensor_id=groups["tensor_id"].first()).reset_index()
     results = results.assign(tensor_name="grad_weight", operation="backward")
     table = pd.concat([part[columns] for part in (results, rounded) if len(part)] or [rounded[columns]])
     table = table[np.isfinite(table["sqnr_db"].astype(float)) & table["layer_index"].notna()].reset_index(drop=True)
