@@ -8,6 +8,8 @@ from typing import Any
 
 PARTS: dict[str, dict[str, str]] = {
     "gemms": {"metric": "result_sqnr_db"},
+    "blocks": {"metric": "block_sqnr_db", "across": "iteration"},
+    "channels": {"metric": "outlier_persistence"},
 }
 """The parameters of the Map, by the former part of it."""
 CHARTS: dict[str, dict[str, tuple[str, dict[str, str]]]] = {
@@ -15,8 +17,15 @@ CHARTS: dict[str, dict[str, tuple[str, dict[str, str]]]] = {
         "results": ("map", {}),
         "results_against_operands": ("results_against_operands", {"metric": "result_gain_db"}),
     },
+    "blocks": {"block_lines": ("map", {})},
+    "channels": {
+        "channel_persistence": ("map", {}),
+        "channel_persistence_lines": ("map", {"across": "iteration"}),
+    },
 }
 """By the former part and its chart: the chart, and the parameters that differ from PARTS."""
+OPTIONS = {"scale_exponent": "block_scale_exponent", "crest_db": "block_crest_db"}
+"""The color, by the former choice of a statistic of blocks."""
 
 
 def current(page: str, params: Mapping[str, list[str]], chart: str = "") -> tuple[dict[str, list[str]], str] | None:
@@ -25,7 +34,9 @@ def current(page: str, params: Mapping[str, list[str]], chart: str = "") -> tupl
     if page != "map" or part not in PARTS:
         return None
     chart, more = CHARTS[part].get(chart, (chart, {}))
-    kept = {name: list(texts) for name, texts in params.items() if name != "view"}
+    kept = {name: list(texts) for name, texts in params.items() if name not in ("view", "of_blocks")}
+    if (quantity := next(iter(params.get("of_blocks", ())), "")) in OPTIONS:
+        more = more | {"metric": OPTIONS[quantity]}
     return kept | {name: [text] for name, text in (PARTS[part] | more).items()}, chart
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from binade.app.measures.blocks import SCALE_SPREAD
+from binade.app.measures.blocks import OF_BLOCKS
+from binade.app.measures.channels import HOT_RATIO, OUTLIER_PERSISTENCE
 from binade.app.measures.effect import EFFECT
 from binade.app.measures.loss_change import LOSS_CHANGE
 from binade.app.measures.map_measure import MapMeasure
@@ -12,7 +13,10 @@ from binade.app.measures.values import OF_ERRORS, OF_STATISTICS, OF_TENSOR_SCALE
 from binade.data.catalog import Catalog
 from binade.data.fields import MEASURES
 
-_ALL = (*OF_ERRORS, LOSS_CHANGE, EFFECT, PARITY, RESULT, RESULT_GAIN, SCALE_SPREAD, OF_TENSOR_SCALE, *OF_STATISTICS)
+_ALL = (
+    *OF_ERRORS, LOSS_CHANGE, EFFECT, PARITY, RESULT, RESULT_GAIN, *OF_BLOCKS, OUTLIER_PERSISTENCE, HOT_RATIO,
+    OF_TENSOR_SCALE, *OF_STATISTICS,
+)  # fmt: skip
 MAP_MEASURES: dict[str, MapMeasure] = {one.measure.key: one for one in _ALL}
 
 DEFINED = MEASURES | {name: one.measure for name, one in MAP_MEASURES.items()}

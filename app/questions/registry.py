@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from binade.app.questions.advise.question import ADVISE
 from binade.app.questions.attention.question import ATTENTION
-from binade.app.questions.block_history.question import BLOCK_HISTORY
 from binade.app.questions.blocks.question import BLOCKS
-from binade.app.questions.channels.question import CHANNELS
 from binade.app.questions.codes.question import CODES
 from binade.app.questions.difference.question import DIFFERENCE
 from binade.app.questions.drift.question import DRIFT
@@ -38,8 +36,6 @@ QUESTIONS: tuple[Question, ...] = (
     BLOCKS,
     ATTENTION,
     CODES,
-    BLOCK_HISTORY,
-    CHANNELS,
     NOISE,
     RUNS,
     RECIPES,

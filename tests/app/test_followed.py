@@ -4,6 +4,7 @@ against numpy over its tensor files."""
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,7 +13,8 @@ import pytest
 import torch
 
 from binade import quant
-from binade.app.questions.channels import compute as channels
+from binade.app.measures import channels
+from binade.app.measures.map_measure import ITERATION, CellQuery
 from binade.app.questions.noise import compute as noise
 from binade.app.view import View
 from binade.collector import Recorder, instrument
@@ -60,20 +62,27 @@ def series(catalog: Catalog, **where) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", ["input", "grad_weight"])
-def test_persistence_is_numpys_over_the_files(opened: Catalog, name: str):
+def test_persistence_is_numpys_over_the_files(opened: Catalog, name: str, monkeypatch: pytest.MonkeyPatch):
     where = {"module": ("fc2",), "tensor_name": (name,)}
     tops = []
     for x in series(opened, **where):
         absmax = np.abs(x.float().numpy()).reshape(-1, x.shape[-1]).max(0)
         tops.append(set(np.argsort(-absmax, kind="stable")[:8].tolist()))
-    found = channels.persistence(opened, Filter(layer_index=(1,), micro_batch=(0,), **where))
+    query = CellQuery(opened, Filter(layer_index=(1,), micro_batch=(0,), **where))
     index = [len(a & b) / len(a | b) for a, b in pairwise(tops)]
-    assert found.pairs.sort_values("iteration")["jaccard"].tolist() == index
-    (row,) = found.places.itertuples()
-    assert row.value == pytest.approx(np.mean(index)) and row.chance == 8 / (2 * x.shape[-1] - 8)
-    assert row.kept == pytest.approx(np.mean([len(a & b) / 8 for a, b in pairwise(tops)]))
-    assert row.always == len(set.intersection(*tops)) / 8
-    history = channels.channel_history(found, row.place, most=99)
+    by_iteration = channels.OUTLIER_PERSISTENCE.cells(replace(query, across=ITERATION))
+    for _, part in by_iteration.groupby("gemm"):  # each has the same tensor
+        assert part.sort_values("iteration")["value"].tolist() == index
+    cells = channels.OUTLIER_PERSISTENCE.cells(query)
+    assert cells["value"].tolist() == pytest.approx([np.mean(index)] * len(cells)) and len(cells)
+    found = channels.persistence(query)
+    assert found["chance"].dropna().eq(8 / (2 * x.shape[-1] - 8)).all()
+    assert found["kept"].mean() == pytest.approx(np.mean([len(a & b) / 8 for a, b in pairwise(tops)]))
+    assert found["always"].dropna().tolist() == [len(set.intersection(*tops)) / 8]
+    ratios = channels.HOT_RATIO.cells(query)["value"].unique()
+    assert ratios == pytest.approx(opened.hot_channels(query.where)["hot_ratio"].median())
+    monkeypatch.setattr(channels, "MOST_CHANNELS", 99)
+    history = channels.history(query, cells.iloc[0]).table
     assert set(zip(history["iteration"], history["channel"], strict=True)) == {
         (i, channel) for i, top in enumerate(tops) for channel in top
     }
@@ -81,10 +90,12 @@ def test_persistence_is_numpys_over_the_files(opened: Catalog, name: str):
 
 
 def test_micro_batches_runs_and_ranks_are_not_mixed(opened: Catalog):
-    found = channels.persistence(opened, Filter())
-    assert len(found.pairs) == len(found.hot) * (STEPS - 1) / STEPS
-    assert set(found.pairs["iteration"]) == set(range(1, STEPS))
-    assert found.places["tensors"].eq(2 * STEPS).all()
+    query = CellQuery(opened, Filter())
+    found = channels.persistence(query)
+    pairs = found.dropna(subset=["jaccard"])
+    assert len(pairs) == len(found) * (STEPS - 1) / STEPS and set(pairs["iteration"]) == set(range(1, STEPS))
+    assert channels.OUTLIER_PERSISTENCE.cells(query)["tensors"].eq(2 * (STEPS - 1)).all()
+    assert channels.HOT_RATIO.cells(query)["tensors"].eq(2 * STEPS).all()
 
 
 def test_oscillation_is_numpys_over_the_files(opened: Catalog):
@@ -152,10 +163,8 @@ def drawn(catalog: Catalog, view: str, **where):
 
 def test_the_answers(opened: Catalog):
     found = drawn(opened, "channels")
-    assert "Jaccard index" in found.verdict and not found.problems
-    assert [figure.name for figure in found.figures] == [
-        *("channel_persistence", "hot_channels", "channel_persistence_lines")
-    ]
+    assert "median Persistence" in found.verdict and not found.problems and not claims(found)
+    assert [figure.name for figure in found.figures] == ["map", "hot_channels", "ranking"]
     found = drawn(opened, "noise")
     assert "oscillate" in found.verdict and f"over {STEPS} recorded iterations" in found.verdict
     assert "√3" not in found.verdict and not found.problems and len(found.figures) == 4 and not claims(found)

@@ -14,10 +14,10 @@ from scipy import special, stats
 
 from binade import quant
 from binade.app.figure import Offers
+from binade.app.measures import blocks as blocks_measure
 from binade.app.measures.map_measure import CellQuery
 from binade.app.measures.registry import MAP_MEASURES
 from binade.app.questions.attention import compute as attention_compute
-from binade.app.questions.block_history import compute as block_history_compute
 from binade.app.questions.blocks import compute as blocks_compute
 from binade.app.questions.codes import compute as codes_compute
 from binade.app.questions.drift import compute as drift_compute
@@ -641,22 +641,44 @@ class TestBoards:
         assert backward["result_db"] > 0
         assert MAP_MEASURES["result_gain_db"].cells(CellQuery(catalog, Filter(quant_type=["bf16"]))).empty
 
-    def test_block_history_is_that_of_the_blocks_in_the_files(self, catalog):
+    def test_the_distribution_of_blocks_is_that_of_the_blocks_in_the_files(self, catalog):
         where = Filter(quant_type=["mxfp4"], layer_index=[1], iteration=[1])
-        table = block_history_compute.histogram(catalog, where, "mxfp4", "sqnr_db")
         operands = catalog.tensors(where).dropna(subset=["contracted_axis"])
         each = [look(catalog.load(r.tensor_id), "mxfp4", int(r.contracted_axis)).sqnr_db for r in operands.itertuples()]
         found = torch.cat(each).numpy()
         found = found[~np.isnan(found)]
-        (row,) = block_history_compute.summary(table, ("iteration",)).itertuples()
-        assert row.blocks == len(found) and row.bad == pytest.approx((found < 10).mean(), abs=1e-9)
+        query = CellQuery(catalog, where, "mxfp4")
+        shares = MAP_MEASURES["block_sqnr_db"].extra(query, None).table
+        assert shares["count"].sum() == len(found) and shares["share"].sum() == pytest.approx(1)
+        assert blocks_measure.bad(shares) == pytest.approx((found < 10).mean(), abs=1e-9)
         finite = np.where(np.isinf(found), 126, found)
-        for name, q in (("low", 0.01), ("median", 0.5), ("high", 0.99)):
-            assert getattr(row, name) == pytest.approx(np.quantile(finite, q), abs=2), name
-        assert block_history_compute.shares(table, "layer_index")["share"].sum() == pytest.approx(1)
-        assert block_history_compute.histogram(catalog, where, "hifp8", "sqnr_db").empty
+        for q in (0.01, 0.5, 0.99):
+            assert blocks_measure.quantile(shares, q) == pytest.approx(np.quantile(finite, q), abs=2), q
+        assert MAP_MEASURES["block_sqnr_db"].cells(replace(query, format="hifp8")).empty
 
-    def test_only_the_layer_whose_blocks_get_worse_is_named(self, tmp_path):
+    @pytest.mark.parametrize(
+        ("name", "attribute", "q"),
+        [
+            ("block_sqnr_db", "sqnr_db", 0.01),
+            ("block_scale_exponent", "scale_exponents", 0.5),
+            ("bad_blocks", "sqnr_db", 0),
+        ],
+    )
+    def test_a_cell_of_blocks_is_that_of_the_blocks_in_its_file(self, catalog, name, attribute, q):
+        where = Filter(quant_type=["mxfp4"], layer_index=[1], iteration=[1], module=["fc1"])
+        cells = MAP_MEASURES[name].cells(CellQuery(catalog, where, "mxfp4"))
+        assert len(cells) == 3 and cells["tensors"].eq(1).all()
+        for cell in cells.itertuples():
+            row = catalog.rows_of([cell.tensor_id]).iloc[0]
+            found = getattr(look(catalog.load(cell.tensor_id), "mxfp4", int(row["contracted_axis"])), attribute).numpy()
+            found = found[~np.isnan(found)].astype(float)
+            if name == "bad_blocks":
+                assert cell.value == pytest.approx((found < 10).mean(), abs=1e-9)
+                continue
+            for value, share in ((cell.low, 0.01), (cell.value, q), (cell.high, 0.99)):
+                assert value == pytest.approx(np.quantile(np.where(np.isinf(found), 126, found), share), abs=2)
+
+    def test_the_layer_whose_blocks_get_worse_is_listed_first(self, tmp_path):
         random = torch.Generator().manual_seed(0)
         with Recorder(tmp_path, scores=("mxfp4",), measures=("blocks",)) as recorder:
             for iteration in range(12):  # seven that fall can be chance
@@ -670,13 +692,12 @@ class TestBoards:
                     recorder.record("input", x, **where)
                 recorder.step()
         with Catalog.open(tmp_path) as catalog:
-            answer = View("map", {"view": ["blocks"], "format": ["mxfp4"]}).draw(catalog)
-        found = answer.verdict
-        assert not claims(answer)
-        assert "falls over iterations in 1 of 3 layers; steepest: layer 2, −" in found
-        assert "In the other 2, no trend can be told from chance." in found
-        assert re.search(r"Lowest 1st percentile of SQNR by block in mxfp4: layer 2, ", found)
-        assert "In iteration 11, " in found and "operands that hold some: 1" in found
+            view = View("map", {"metric": ["block_sqnr_db"], "format": ["mxfp4"]})
+            answer = view.draw(catalog)
+            over_time = view.changed(across="iteration", layer_index=2).draw(catalog).tables["places"]
+        assert not claims(answer) and answer.tables["places"].iloc[0]["place"] == "L2 fc1 input, other"
+        assert over_time.sort_values("rank")["value"].is_monotonic_increasing
+        assert over_time.sort_values("value").iloc[0]["place"].startswith("iteration ")
 
 
 class TestScope:
@@ -695,10 +716,11 @@ class TestScope:
     def test_another_run_changes_nothing_of_a_run(self, catalog):
         runs = catalog.runs().set_index("recipe")["run_id"]
         run, alone = runs["mxfp8"], catalog.restricted([runs["mxfp8"], runs["bf16"]])  # which Noise compares it with
-        views = [View("map", {"view": [name]}) for name in ("blocks", "noise")]
+        views = [View("map", {"view": [name]}) for name in ("noise",)]
         views += [View("runs", {"view": ["loss"]})]
         views += [
-            View("map", {"metric": [metric]}) for metric in ("sqnr_db", "loss_change", "absmax", "result_gain_db")
+            View("map", {"metric": [metric]})
+            for metric in ("sqnr_db", "loss_change", "absmax", "result_gain_db", "bad_blocks")
         ]
         views += [View("map", {"across": ["iteration"]}), View("map", {"versus": ["nvfp4"]})]
         for view in views:

@@ -230,7 +230,7 @@ def test_the_map_of_logged_statistics(visit: Visit, logged: Path, tool: str, met
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("tool", TOOLS)
-@pytest.mark.parametrize("part", ["blocks", "channels", "noise"])
+@pytest.mark.parametrize("part", ["noise"])
 def test_comparing_logged_statistics(visit: Visit, logged: Path, tool: str, part: str):
     assert not visit(logged, "map", view=part, run_id=of_tool(logged, tool)["run_id"]).exception
 

@@ -35,8 +35,6 @@ LISTED: dict[str, Callable[[Drawn], list[int]]] = {
     "map": rows("places"),
     "advise": rows("operands"),
     "explore": rows("tensors"),
-    "block_history": lambda answer: [answer.tables["block_summary"]["blocks"].sum()],
-    "channels": rows("channel_places"),
     "noise": rows("oscillating_weights", "gradients_to_noise"),
     "runs": lambda answer: [answer.get("losses").table["group"].nunique()],
     "recipes": rows("recipes"),
@@ -72,7 +70,7 @@ def test_the_scope_counts_what_the_tables_list(catalog: Catalog, question: Quest
         assert named <= set(used)
 
 
-@pytest.mark.parametrize("name", ["map", "explore", "block_history", "loss", "noise", "channels"])
+@pytest.mark.parametrize("name", ["map", "explore", "loss", "noise"])
 def test_captions_name_the_filter_that_was_used(catalog: Catalog, name: str):
     (question,) = (each for each in QUESTIONS if each.name == name)
     answer = view_of(question).draw(catalog)

@@ -42,7 +42,6 @@ import torch
 from scipy.stats import binom
 
 from binade.app.figure import Drawn
-from binade.app.questions.block_history.question import BLOCK_HISTORY
 from binade.app.questions.map.question import MAP
 from binade.app.questions.question import Question
 from binade.app.questions.recipes import question as recipes
@@ -236,8 +235,6 @@ def null(opened: Catalog, variants: dict[str, str], folder: Path) -> list[Line]:
     add("Recipes › Loss", "largest of three equal parts", ranked, "parts")
     judged = [sentence_of_ablation(opened, of([PLAIN, *rounding], group)) for group in made]
     add("Recipes › Ablation", "equal steps", judged, "ablation")
-    still = [sentence_of(opened, BLOCK_HISTORY, of([STILL], [seed])) for seed in seeds[:RECORDED]]
-    add("Compare › Blocks", "trends of a run with learning rate 0", still, "trend")
     alike = []
     for seed in range(40):
         root = layers_alike(folder / f"alike{seed}", seed)

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from binade import quant
 from binade.app.pages.registry import PAGES
-from binade.app.questions.block_history import compute as block_history_compute
-from binade.app.questions.channels import compute as channels_compute
 from binade.app.questions.drift import compute as drift_compute
 from binade.app.questions.loss import compute as loss_compute
 from binade.app.questions.noise import compute as noise_compute
@@ -371,23 +369,20 @@ def test_which_gemm_loses_it(visitor: Visitor, catalog: Catalog):
 
 
 def test_do_blocks_fail_over_time(visitor: Visitor, catalog: Catalog):
-    visitor.ask("map", "blocks")
-    where = scoped(catalog, Filter(), ("iteration",), scored=True)
-    table = block_history_compute.histogram(catalog, where, "mxfp4", "sqnr_db")
-    last = block_history_compute.summary(table, ("iteration",)).iloc[-1]
-    assert (
-        f" of {last['blocks']:,.0f} measured blocks ({share(last['bad'])}) have an SQNR below 10 dB" in visitor.answer
-    )
-    visitor.segment("Scale exponent")
-    visitor.until("Scale exponent is between")
+    visitor.page.goto("/?view=blocks")
+    visitor.page.wait_for_url(re.compile("metric=block_sqnr_db"))  # where the address leads now
+    settle(visitor.page)
+    view = View("map", {"metric": ["block_sqnr_db"], "across": ["iteration"]})
+    drawn = view.draw(catalog).get("block_distribution").table
+    marks = [mark for mark in visitor.marks("block_distribution") if "share of blocks" in mark]
+    assert {int(mark["iteration"]) for mark in marks} == set(drawn["iteration"])
 
 
 def test_are_outliers_the_same_channels(visitor: Visitor, catalog: Catalog):
-    visitor.ask("map", "channels")
-    found = channels_compute.persistence(catalog, Filter())
-    assert f"a Jaccard index of {found.places['value'].median():.2f}" in visitor.answer
-    assert len([mark for mark in visitor.marks("channel_persistence") if "layer" in mark]) == len(found.places)
-    history = channels_compute.channel_history(found, found.places.iloc[0]["place"])
+    visitor.page.goto("/?view=channels")
+    visitor.page.wait_for_url(re.compile("metric=outlier_persistence"))  # where the address leads now
+    settle(visitor.page)
+    history = View("map", {"metric": ["outlier_persistence"]}).draw(catalog).get("hot_channels").table
     assert len([mark for mark in visitor.marks("hot_channels") if "share over all iterations" in mark]) == len(history)
 
 

@@ -18,7 +18,7 @@ from tests.siege.files import command
 
 VALUES = (0.0, -0.0, 1.0, -448.0, 2.0**-140, 3.0e38, float("inf"), float("-inf"), float("nan"))
 PLACES = (
-    *(("map", part) for part in ("map", "blocks")),
+    ("map", "map"),
     ("explore", "explore"),
     *(("tensor", part) for part in ("why", "whatif", "codes", "normality")),
 )

@@ -158,19 +158,21 @@ def map_of(opened: Catalog, where: Filter, values: dict[str, Any]) -> Map | str:
     if color.of_format and not fmt:
         return "No operand is scored in any format. Choose a statistic of the values, such as absmax, as metric."
     if across not in color.across:
-        columns = "iteration" if across == ITERATION else "layer"
-        return f"The {measure.inline} {color.not_across}, not shown by {columns}."
-    left_out = ""
-    if across == ITERATION and not color.history:
+        by = "iteration" if across == ITERATION else "layer"
+        return f"The {measure.inline} {color.not_across}, not shown by {by}."
+    left_out, columns = "", ()
+    if across == ITERATION:
         recorded = sorted(opened.distinct((ITERATION,), where)[ITERATION].dropna().astype(int))
         if len(recorded) > MOST_COLUMNS:
-            where = replace(where, iteration=tuple(evenly(recorded, MOST_COLUMNS)))
+            columns = tuple(evenly(recorded, MOST_COLUMNS))
+            where = where if color.history else replace(where, iteration=columns)
             left_out = f"{MOST_COLUMNS} of {len(recorded):,} recorded iterations are shown, spread evenly."
     query = CellQuery(opened, where, fmt, across, values["experts"] if values["experts"] != "none" else "")
     cells = _cells(color, query)
     if isinstance(cells, str):
         return cells
     table, said = cells
+    table = table[table[ITERATION].isin(columns)].reset_index(drop=True) if columns else table
     if table.empty:
         return color.nothing(opened, where, fmt)
     if table["value"].isna().all():
