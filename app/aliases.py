@@ -10,6 +10,7 @@ PARTS: dict[str, dict[str, str]] = {
     "gemms": {"metric": "result_sqnr_db"},
     "blocks": {"metric": "block_sqnr_db", "across": "iteration"},
     "channels": {"metric": "outlier_persistence"},
+    "noise": {"metric": "gradient_to_noise"},
 }
 """The parameters of the Map, by the former part of it."""
 CHARTS: dict[str, dict[str, tuple[str, dict[str, str]]]] = {
@@ -21,6 +22,12 @@ CHARTS: dict[str, dict[str, tuple[str, dict[str, str]]]] = {
     "channels": {
         "channel_persistence": ("map", {}),
         "channel_persistence_lines": ("map", {"across": "iteration"}),
+    },
+    "noise": {
+        "oscillating": ("map", {"metric": "oscillating", "across": "iteration"}),
+        "edge_excess": ("map", {"metric": "edge_excess", "across": "iteration"}),
+        "grad_weight_to_noise": ("map", {"across": "iteration"}),
+        "grad_output_to_noise": ("map", {"across": "iteration"}),
     },
 }
 """By the former part and its chart: the chart, and the parameters that differ from PARTS."""

@@ -11,7 +11,6 @@ from binade.app.questions.drift.question import DRIFT
 from binade.app.questions.explore.question import EXPLORE
 from binade.app.questions.loss.question import LOSS
 from binade.app.questions.map.question import MAP
-from binade.app.questions.noise.question import NOISE
 from binade.app.questions.normality.question import NORMALITY
 from binade.app.questions.pair.question import PAIR
 from binade.app.questions.parity.question import PARITY
@@ -36,7 +35,6 @@ QUESTIONS: tuple[Question, ...] = (
     BLOCKS,
     ATTENTION,
     CODES,
-    NOISE,
     RUNS,
     RECIPES,
     LOSS,

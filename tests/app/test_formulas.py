@@ -716,7 +716,7 @@ class TestScope:
     def test_another_run_changes_nothing_of_a_run(self, catalog):
         runs = catalog.runs().set_index("recipe")["run_id"]
         run, alone = runs["mxfp8"], catalog.restricted([runs["mxfp8"], runs["bf16"]])  # which Noise compares it with
-        views = [View("map", {"view": [name]}) for name in ("noise",)]
+        views = [View("map", {"metric": [name]}) for name in ("gradient_to_noise", "edge_excess")]
         views += [View("runs", {"view": ["loss"]})]
         views += [
             View("map", {"metric": [metric]})

@@ -11,6 +11,7 @@ import pytest
 import torch
 from streamlit.testing.v1 import AppTest
 
+from binade.app.figure import Figure
 from binade.app.formatting import plain
 from binade.app.measures.registry import MAP_MEASURES
 from binade.app.pages.registry import PAGES
@@ -79,12 +80,17 @@ def test_the_map_in_another_format_iteration_and_as_a_difference(visit: Visit, c
     assert "does not depend on a format: compare with another run" in words(rerun(at))
 
 
+OF_SOME_RUNS = tuple(name for name in MAP_MEASURES if MAP_MEASURES[name].extra)
+
+
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("part", ["noise"])
-def test_sections_of_the_map(visit: Visit, collected: Path, part: str):
-    at = visit(collected, "map", view=part, quant_type="mxfp4", layer_index="1")
-    wanted = {"noise": 3}
-    assert charts(at) == wanted.get(part, 2) and not at.warning and not at.error
+@pytest.mark.parametrize("metric", OF_SOME_RUNS)
+def test_what_is_below_the_map(visit: Visit, collected: Path, metric: str):
+    at = visit(collected, "map", metric=metric, quant_type="mxfp4", layer_index="1")
+    assert drawn_map(at)["metric"].startswith(MAP_MEASURES[metric].measure.label) and not at.warning and not at.error
+    with Catalog.open(collected) as catalog:
+        extra = View("map", {"metric": [metric], "quant_type": ["mxfp4"], "layer_index": ["1"]}).draw(catalog).items[1]
+    assert charts(at) == isinstance(extra, Figure) and extra.name != "map"
     assert "Quant type: mxfp4" in chips(at)
 
 

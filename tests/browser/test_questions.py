@@ -18,7 +18,6 @@ from binade import quant
 from binade.app.pages.registry import PAGES
 from binade.app.questions.drift import compute as drift_compute
 from binade.app.questions.loss import compute as loss_compute
-from binade.app.questions.noise import compute as noise_compute
 from binade.app.questions.shared import laws
 from binade.app.questions.shared.distributions import distribution_of
 from binade.app.questions.shared.operands import along
@@ -387,14 +386,11 @@ def test_are_outliers_the_same_channels(visitor: Visitor, catalog: Catalog):
 
 
 def test_are_steps_more_than_noise(visitor: Visitor, catalog: Catalog):
-    visitor.ask("map", "noise")
-    assert visitor.answer == said(catalog, "map", "noise")
-    where = noise_compute.one_run(catalog, Filter())
-    table = noise_compute.gradients(catalog, where, "mxfp4")
-    lowest = table.loc[table["iteration"] == table["iteration"].max(), "value"].min()
-    assert f", {lowest:.3g}; highest: " in visitor.answer
-    points = noise_compute.lowest(table[table["tensor_name"] == "grad_weight"])
-    assert len([mark for mark in visitor.marks("grad_weight_to_noise") if "layer" in mark]) >= len(points)
+    visitor.page.goto("/?view=noise")
+    visitor.page.wait_for_url(re.compile("metric=gradient_to_noise"))  # where the address leads now
+    settle(visitor.page)
+    cells = View("map", {"metric": ["gradient_to_noise"]}).draw(catalog).get("map").table
+    assert visitor.page.locator(".map .cell[data-id]").count() == len(cells)
 
 
 def test_what_happens_inside_attention(visitor: Visitor):
