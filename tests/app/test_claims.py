@@ -38,7 +38,7 @@ SILENT = {
 # What `runs` says of recipes that leave bf16's band, `recipes` says too, and these runs have one seed.
 CLAIMING = [question.name for question in registry.QUESTIONS if question.name not in (*SILENT, "runs")]
 # What makes sentences in data.evidence.
-SPEAKING = {"say", "Sentence", "together", "each_of", "extreme", "effects", "largest", "trends"}
+SPEAKING = {"say", "Sentence", "together", "each_of", "extreme", "effects", "largest"}
 QUESTIONS = {question.name: question for question in registry.QUESTIONS}
 FOLDER = Path(registry.__file__).parent
 NUMBER = re.compile(r"[+−-]?\d[\d,]*(?:\.\d+(?:e−?\d+)?%?|%)")

@@ -43,7 +43,6 @@ from scipy.stats import binom
 
 from binade.app.figure import Drawn
 from binade.app.questions.map.question import MAP
-from binade.app.questions.question import Question
 from binade.app.questions.recipes import question as recipes
 from binade.app.questions.shared.runs import every_run
 from binade.collector.settings import BackendName
@@ -65,12 +64,11 @@ STOCHASTIC = "mxfp4(rounding=stochastic)"
 ROUNDINGS = 3  # seeds of stochastic rounding
 SIZES = (3, 4, 6)  # seeds in a group
 RECORDED = 16  # seeds whose runs are recorded
-PLAIN, SPLIT, STILL = "bf16", "bf16, TP 2", "bf16, learning rate 0"
+PLAIN, SPLIT = "bf16", "bf16, TP 2"
 NAMES = {
     "loss": re.compile("(?:Higher|Lower) loss than| outside[.;]"),
     "parts": re.compile("the largest gap is that of"),
     "ablation": re.compile("Statistically significant"),
-    "trend": re.compile(r" (?:falls|rises) over"),
     "standing out": re.compile(r"cells lose at least"),
 }
 UNCERTAIN = re.compile("told apart|istinguishable|would probably have shown|no trend|cannot tell")
@@ -116,10 +114,6 @@ def plan(seeds: int) -> dict[str, list[dict[str, Any]]]:
         for rounding in range(ROUNDINGS):
             single.append({"variant": f"rounding {rounding}", "rounding": rounding, "config": stochastic})
         split.append({"variant": SPLIT, "rounding": 0, "config": own | {"tp": 2, "save_tensors": False}})
-        if seed < RECORDED:
-            still = own | {"learning_rate": 0.0, "warmup_iterations": 0, "control_iter": 0, "raw": False}
-            still |= {"measures": ("blocks",), "linear_quant": "mxfp4"}
-            single.append({"variant": STILL, "rounding": 0, "config": still})
     return {"single": single, "split": split}
 
 
@@ -315,11 +309,6 @@ def names_the_extreme(answer: Drawn, lowest: bool) -> bool:
     extreme = kinds.loc[kinds["value"].idxmin() if lowest else kinds["value"].idxmax(), "kind"].replace("_", " ")
     found = EXTREME.search(answer.verdict)
     return not found or " more" in found["names"] or extreme in found["names"]
-
-
-def sentence_of(opened: Catalog, question: Question, runs: pd.DataFrame, **query: str) -> str:
-    (run,) = runs["run_id"]
-    return str(drawn(question, opened, Filter(run_id=(run,)), format="mxfp4", **query).verdict)
 
 
 def main() -> int:
