@@ -72,8 +72,8 @@ def summaries(quantity: str, shown: str, query: CellQuery) -> pd.DataFrame:
         known = {name: quantile(part, q) for name, q in PERCENTILES.items()}
         value = known.get(shown, bad(part))
         ends = {"low": known["low"], "high": known["high"]} if shown in known else {"low": math.nan, "high": math.nan}
-        lowest = part.loc[part["bin"].idxmin() if shown in ("low", "bad") else part["bin"].idxmax(), "tensor_id"]
-        rows.append((*key, None, value, *ends.values(), part["tensor_id"].nunique(), lowest))
+        worst = part.sort_values("bin", ascending=shown in ("low", "bad"), kind="stable")["tensor_id"].iloc[0]
+        rows.append((*key, None, value, *ends.values(), part["tensor_id"].nunique(), worst))
     return pd.DataFrame(rows, columns=[*by, "expert", "value", "low", "high", "tensors", "tensor_id"])
 
 

@@ -60,6 +60,7 @@ def by_cell(
     table = places(query, every_gemm).merge(values, on="tensor_id")
     if table.empty:
         return table.reindex(columns=[*by, "value", "low", "high", "tensors", "tensor_id"])
+    table = table.assign(value=table["value"].clip(-HUGE, HUGE))
     table = table.sort_values("value", ascending=low_is_bad, kind="stable")
     groups = table.groupby(by, dropna=False)
     found = deciles(groups["value"])

@@ -60,7 +60,7 @@ def history(query: CellQuery, cell: pd.Series | None) -> Figure | None:
     if hot.empty:
         return None
     if cell is None:
-        place = str(hot.loc[hot.groupby("place")["hot_ratio"].transform("median").idxmax(), "place"])
+        place = str(hot.groupby("place")["hot_ratio"].median().idxmax())
     else:
         place = str(hot.loc[hot["tensor_id"] == cell["tensor_id"], "place"].iloc[0])
     hot = hot[hot["place"] == place]
@@ -73,12 +73,11 @@ def history(query: CellQuery, cell: pd.Series | None) -> Figure | None:
     table = table[table["channel"].isin(kept.index)].drop(columns="count").reset_index(drop=True)
     table = table.assign(of_all=table["channel"].map(of_all))
     means = hot[["jaccard", "chance", "kept", "always"]].mean()
-    subtitle = (
-        f"the {len(kept)} that are hot most often; {round(hot['hot_channels'].map(len).median())} are hot at a time"
-    )
+    at_a_time = round(hot["hot_channels"].map(len).median())
+    subtitle = [f"the {len(kept)} that are hot most often; {at_a_time} are hot at a time"]
     if hot["jaccard"].notna().any():
         said = f"Jaccard index {means['jaccard']:.2f}, by chance {means['chance']:.3f}"
-        subtitle = [subtitle, f"{said}; {means['kept']:.0%} stay hot, {means['always']:.0%} always"]
+        subtitle.append(f"{said}; {means['kept']:.0%} stay hot, {means['always']:.0%} always")
     caption = (
         f"{source(query.where, f'{len(hot):,} tensors of {place}')}\n"
         f"{PERSISTENCE.label}: {PERSISTENCE.definition}.\n{RATIO.label}: {RATIO.definition}."
@@ -87,7 +86,7 @@ def history(query: CellQuery, cell: pd.Series | None) -> Figure | None:
     return Figure("hot_channels", _chart(table, f"Hot channels of {place}", subtitle), table, caption, height=height)
 
 
-def _chart(table: pd.DataFrame, title: str, subtitle: str | list[str]) -> Chart:
+def _chart(table: pd.DataFrame, title: str, subtitle: list[str]) -> Chart:
     """One line per channel, those that are hot most often at the top."""
     iterations = sorted(table["iteration"].unique())
     shown = table[table["iteration"].isin(iterations[:: -(-len(iterations) // MOST)])]

@@ -64,7 +64,8 @@ def results(query: CellQuery) -> pd.DataFrame:
     with np.errstate(divide="ignore"):  # operands without error
         predicted = -10 * np.log10(table["operand_noise"].astype(float))
     table = table.assign(result_db=table["result_sqnr_db"], operands_db=predicted)
-    return table.assign(gain_db=table["result_db"] - table["operands_db"])
+    with_gain: pd.DataFrame = table.assign(gain_db=table["result_db"] - table["operands_db"])
+    return with_gain
 
 
 def gains(query: CellQuery) -> pd.DataFrame:

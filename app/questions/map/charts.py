@@ -27,16 +27,16 @@ CELL, ROW, DOTS = 15, 15, 300  # pixels: width and height of a cell, and the wid
 def domain(values: pd.Series, color: MapMeasure, difference: bool) -> tuple[float, float]:
     """The values of no and of full color: the same for all iterations and formats where the measure has natural ends.
     Of a difference, and of a measure with a neutral value, they are as far from it on both sides."""
-    known = values.astype(float)
-    finite = known[np.isfinite(known)]
+    finite = values[np.isfinite(values.astype(float))].astype(float)
     if color.ends and (not difference or color.neutral is not None):
         return color.ends
     neutral = 0.0 if difference else color.neutral
+    if neutral is not None and color.measure.log and not difference:
+        known = finite[finite > 0]
+        most = max((abs(math.log(value / neutral)) for value in known), default=0.0)
+        return neutral * math.exp(-(most or 1.0)), neutral * math.exp(most or 1.0)
     if neutral is not None:
-        if color.measure.log and not difference:
-            most = float(np.log(finite[finite > 0] / neutral).abs().max()) or 1.0
-            return neutral * math.exp(-most), neutral * math.exp(most)
-        most = float((finite - neutral).abs().max()) if len(finite) else 1.0
+        most = float((finite - neutral).abs().max()) if len(finite) else 0.0
         return neutral - (most or 1.0), neutral + (most or 1.0)
     if finite.empty:
         return 0.0, 1.0
@@ -49,21 +49,16 @@ def shade(values: pd.Series, color: MapMeasure, difference: bool) -> pd.Series:
     from -1 (better) to 1 (worse)."""
     measure, (low, high) = color.measure, domain(values, color, difference)
     number = values.astype(float).replace([np.inf], high).replace([-np.inf], low)
-    logarithmic = measure.log and not difference and low > 0
-    if difference or color.neutral is not None:
-        place = (
-            np.log(number.clip(lower=low) / low) / np.log(high / low) if logarithmic else (number - low) / (high - low)
-        )
-        signed: pd.Series = (2 * place - 1).clip(-1, 1) * (-1 if measure.low_is_bad else 1)
-        return signed
-    if logarithmic:
-        place = np.log(number / low) / np.log(high / low)
-    elif measure.factor == 100:  # most shares are small
-        place = np.sqrt((number - low).clip(lower=0) / (high - low))
+    both_ways = difference or color.neutral is not None
+    if measure.log and not difference and low > 0:
+        place = (number.clip(lower=low) / low).map(math.log) / math.log(high / low)
+    elif measure.factor == 100 and not both_ways:  # most shares are small
+        place = ((number - low).clip(lower=0) / (high - low)).pow(0.5)
     else:
         place = (number - low) / (high - low)
     place = 1 - place if measure.low_is_bad else place
-    clipped: pd.Series = place.clip(0, 1)
+    place = 2 * place - 1 if both_ways else place
+    clipped: pd.Series = place.clip(-1 if both_ways else 0, 1)
     return clipped
 
 
@@ -124,8 +119,5 @@ def legend(color: MapMeasure, measure: Measure, values: pd.Series, difference: b
     """What the ends of the colors mean."""
     low, high = domain(values, color, difference)
     good, bad = (high, low) if measure.low_is_bad else (low, high)
-    return {
-        "good": measure.quantity(good),
-        "bad": measure.quantity(bad),
-        "difference": difference or color.neutral is not None,
-    }
+    both_ways = difference or color.neutral is not None
+    return {"good": measure.quantity(good), "bad": measure.quantity(bad), "difference": both_ways}

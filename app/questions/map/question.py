@@ -160,7 +160,7 @@ def map_of(opened: Catalog, where: Filter, values: dict[str, Any]) -> Map | str:
     if across not in color.across:
         by = "iteration" if across == ITERATION else "layer"
         return f"The {measure.inline} {color.not_across}, not shown by {by}."
-    left_out, columns = "", ()
+    left_out, columns = "", tuple[int, ...]()
     if across == ITERATION:
         recorded = sorted(opened.distinct((ITERATION,), where)[ITERATION].dropna().astype(int))
         if len(recorded) > MOST_COLUMNS:
