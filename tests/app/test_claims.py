@@ -28,7 +28,7 @@ from tests.app.test_parity import of_recipes, saved
 from tests.data.builder import make_run
 
 RECORDED = tuple(
-    metric for metric in MAP_MEASURES if metric not in ("effect", "parity_change", "tensor_scale")
+    metric for metric in MAP_MEASURES if metric not in ("effect", "parity_change", "tensor_scale", "oscillating")
 )  # which only some runs have
 
 # Questions without a verdict, and why.
