@@ -14,11 +14,10 @@ import streamlit as st
 from binade.app import address
 from binade.app.formatting import plain
 from binade.app.glossary import TERMS
+from binade.app.measures.registry import MAP_MEASURES, recorded_measures
 from binade.app.params import TITLES, AnyFormat, format_title, texts_of
-from binade.app.questions.map.compute import METRICS
 from binade.app.questions.shared.labels import group_name
 from binade.app.questions.shared.runs import every_run, given_names, labels_of, run_titles
-from binade.app.style import MEASURES
 from binade.app.view import Reading, View
 from binade.data.catalog import USED, Catalog
 from binade.data.fields import IDENTITIES
@@ -55,7 +54,7 @@ def bar(catalog: Catalog, view: View, reading: Reading) -> bool:
         if "format" in _scope(reading):
             _format(catalog, reading)
         if "metric" in _scope(reading):
-            _metric(reading)
+            _metric(catalog, reading)
         if "versus" in _scope(reading):
             _versus(catalog, reading)
         always = CHIPS if view.page == "explore" else ()
@@ -148,8 +147,14 @@ def _versus(catalog: Catalog, reading: Reading) -> None:
     )  # fmt: skip
 
 
-def _metric(reading: Reading) -> None:
-    _box("metric", "Color", list(METRICS), reading.values["metric"], 292, format_func=lambda name: MEASURES[name].label)
+def _metric(catalog: Catalog, reading: Reading) -> None:
+    """The measures that the root has data for, and the one that is shown."""
+    chosen = reading.values["metric"]
+    offered = {*recorded_measures(catalog), chosen}
+    _box(
+        "metric", "Color", [name for name in MAP_MEASURES if name in offered], chosen, 292,
+        format_func=lambda name: MAP_MEASURES[name].measure.label,
+    )  # fmt: skip
 
 
 def _hidden(where: Filter, everything: Counts, possible: Counts) -> tuple[int, int]:

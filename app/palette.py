@@ -10,14 +10,13 @@ from typing import Any
 
 import pandas as pd
 
+from binade.app.measures.registry import MAP_MEASURES, recorded_measures
 from binade.app.pages.registry import PAGES
 from binade.app.params import too_long
-from binade.app.questions.map.compute import METRICS
 from binade.app.questions.registry import QUESTIONS
 from binade.app.questions.shared.runs import every_run, given_names, run_titles
 from binade.app.questions.shared.scope import scoped
 from binade.app.questions.shared.selection import listed
-from binade.app.style import MEASURES
 from binade.app.view import View
 from binade.data.access import read_only
 from binade.data.catalog import Catalog
@@ -94,8 +93,9 @@ def _others(opened: Catalog, view: View) -> Iterator[PaletteEntry]:
         )
     for spec in known_specs(dict.fromkeys((*opened.scored_formats(), *FORMATS))):
         yield PaletteEntry("format", spec, "on the Map", view.at("map", format=spec))
-    for metric in METRICS:
-        yield PaletteEntry("metric", MEASURES[metric].label, "as color of the Map", view.at("map", metric=metric))
+    for metric in recorded_measures(opened):
+        label = MAP_MEASURES[metric].measure.label
+        yield PaletteEntry("metric", label, "as color of the Map", view.at("map", metric=metric))
     runs = opened.runs()
     recorded = dict(zip(runs["run_id"], runs["tensors"], strict=True))
     for run_id, title in run_titles(every_run(opened)).items():

@@ -20,7 +20,6 @@ from binade.data.fields import MEASURES as MEASURES
 from binade.data.tensor_kinds import color_of, tensor_names
 from binade.data.text import superscript
 from binade.quant.formats import FORMATS
-from binade.quant.normal import VS_NORMAL
 from binade.quant.specs import Spec
 
 FORMAT_COLORS = {
@@ -71,9 +70,6 @@ CHOSEN, ONLY = "chosen", "only"  # the selections that a click on a chart makes,
 DRAGGED, CLEARED = "dragged", "cleared"  # those of a drag, and of a double click on what a drag selected
 BAD, CLIPPED, FINE = "#e0455f", "#c2850c", "#4f46e5"
 OPERATIONS = {"forward": "#0d9488", "backward": "#a855c7", "optimizer": GREY, "evaluation": "#3b8ea5"}
-
-
-AGAINST_ZERO = (VS_NORMAL,)  # colored from better than 0 to worse
 
 
 def ordered_colors(n: int) -> list[str]:

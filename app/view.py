@@ -15,12 +15,13 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, Field
 
+from binade.app.aliases import set_current
 from binade.app.budget import BudgetError
 from binade.app.fair_queue import FairQueue
 from binade.app.figure import Drawn
+from binade.app.measures.registry import MAP_MEASURES
 from binade.app.pages.registry import PAGES, PART, PagePart
 from binade.app.params import TITLES, AnyFormat, One, Param, Params, bounded, read, read_filter, run_or_format, texts_of
-from binade.app.questions.map.compute import METRICS
 from binade.app.questions.question import Question
 from binade.app.questions.shared.runs import occurring
 from binade.app.questions.shared.scope import Scope, Used, default_format
@@ -38,7 +39,7 @@ OPERAND = ("tensor", "gemm")  # the parameters that name the operand that a page
 LARGE = 1 << 24  # values of a tensor that take more than a moment to read
 SCOPE: dict[str, Callable[[Catalog], Param]] = {
     "format": lambda opened: AnyFormat(),
-    "metric": lambda opened: One(METRICS),
+    "metric": lambda opened: One(tuple(MAP_MEASURES)),
     "versus": run_or_format,
 }
 
@@ -97,6 +98,9 @@ class View(Record):
 
     page: Page
     params: TextsByName = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        set_current(self)
 
     @property
     def part(self) -> str:

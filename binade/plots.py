@@ -21,9 +21,9 @@ from typing import Any
 
 from binade.app.control import Control
 from binade.app.figure import Drawn
+from binade.app.measures.registry import MAP_MEASURES
 from binade.app.pages.registry import PART
 from binade.app.params import AnySpec, Many, One, Range, Whole, texts_of
-from binade.app.questions.map.compute import METRICS
 from binade.app.questions.question import Question
 from binade.app.questions.registry import QUESTIONS
 from binade.app.questions.shared.selection import Of
@@ -50,7 +50,7 @@ _OF: dict[Of, dict[str, str]] = {
 
 
 _SCOPE = {
-    "metric": f"One of {', '.join(METRICS)}. By default {METRICS[0]}.",
+    "metric": f"One of {', '.join(MAP_MEASURES)}. By default {next(iter(MAP_MEASURES))}.",
     "versus": "A format or the id of a run: the difference to it. By default nothing.",
 }
 

@@ -222,7 +222,7 @@ _FIELDS = (
           "normally distributed values with the same standard deviation, dtype and format", "+.3g"),
     Field("gradient_to_noise", "Gradient to noise", "", "‖g‖ / ‖ĝ − g‖ = 10^(SQNR/20), where g is the gradient of a "
           "single micro-batch and ĝ the same with rounding; of M accumulated micro-batches it is up to √M times larger "
-          "if their noise is independent", log=True),
+          "if their noise is independent", low_is_bad=True, log=True),
 )  # fmt: skip
 _LISTED = {field.name: field for field in _FIELDS}
 _RESOLUTIONS = {"cosine": 0.001}

@@ -232,30 +232,6 @@ class ScoreQueries(OpenIndex):
             parameters,
         )
 
-    def blocks(self, fmt: str, measure: str, by: tuple[str, ...], where: Filter | None = None) -> pd.DataFrame:
-        """Return the merged histogram of a quantity of blocks over the selection's operands in a format, one row per
-        group and bin: by's columns, bin, count. measure: a key of quant.block_histograms.BLOCK_MEASURES. Empty for a
-        format without block scales. Raises CatalogError for another column.
-        """
-        condition, parameters = self.condition(where)
-        columns = self._columns(by)
-        return self.ask(
-            f"SELECT {columns}, bin, sum(count)::BIGINT AS count FROM block JOIN tensor USING (key)"
-            f" WHERE {condition} AND block.format = ? AND measure = ? GROUP BY ALL ORDER BY ALL",
-            [*parameters, str(Spec.of(fmt)), measure],
-        )
-
-    def overflowing(self, fmt: str, where: Filter | None = None) -> int:
-        """Return how many of the selection's operands hold NaN or Inf, before or after rounding to a format: `blocks`
-        has none of their blocks that do."""
-        condition, parameters = self.condition(where)
-        answer = self.ask(
-            "SELECT count(DISTINCT tensor_id) AS count FROM score JOIN tensor USING (key)"
-            f" WHERE {condition} AND score.format = ? AND (nans + infs > 0 OR NOT isfinite(score.mse))",
-            [*parameters, str(Spec.of(fmt))],
-        )
-        return int(answer["count"].iloc[0])
-
     def scored_formats(self, where: Filter | None = None) -> list[str]:
         """Return the formats that the selection's operands were scored with, as texts of specs, in the order of
         FORMATS."""

@@ -12,7 +12,8 @@ import altair as alt
 import pandas as pd
 
 from binade import Catalog, Filter
-from binade.app.questions.results.compute import by_product
+from binade.app.measures.map_measure import CellQuery
+from binade.app.measures.results import RESULT
 from binade.app.questions.shared.labels import layer_names
 from binade.collector.cli.compare import sections
 
@@ -99,10 +100,10 @@ def main() -> None:
             medians = formats(catalog, where, specs, ("tensor_name",))
             ends = ["sqnr_db", "sqnr_db_low", "sqnr_db_high", "flush_to_zero", "saturated"]
             print(medians[["format", "tensors", *ends]].round(5).to_string())
-        gemms = by_product(catalog.results(Filter(recipe=("mxfp4",))), (*PLACE, "part", "gemm"))
-        gemms = gemms[gemms["part"] == "linear"].assign(place=place, format=lambda table: table["gemm"])
-        charts["gemms"] = dots(gemms, "result_db", "Results of GEMMs in mxfp4: SQNR", "SQNR of the result (dB)")
-        print(gemms.pivot(index="place", columns="gemm", values="result_db").round(1).to_string())
+        gemms = RESULT.cells(CellQuery(catalog, Filter(recipe=("mxfp4",)))).rename(columns={"product": "module"})
+        gemms = gemms[~gemms["module"].isin(("QK", "PV"))].assign(place=place, format=lambda table: table["gemm"])
+        charts["gemms"] = dots(gemms, "value", "Results of GEMMs in mxfp4: SQNR", "SQNR of the result (dB)")
+        print(gemms.pivot(index="place", columns="gemm", values="value").round(1).to_string())
     for name, each in charts.items():
         each.save(HERE / f"{name}.png", scale_factor=1.2)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import click
 
 from binade.app.glossary import TERMS
+from binade.app.measures.registry import DEFINED
 from binade.app.questions import registry
-from binade.app.style import MEASURES
 from binade.cli import build
 from binade.collector.cli.options import training_params
 from binade.collector.imports.readers.registry import READERS
@@ -199,7 +199,7 @@ def page() -> str:
         "x is the tensor before rounding, q the tensor after rounding, and e = q − x.",
         markdown_table(
             ("Metric", "Unit", "Definition"),
-            [(m.label, m.unit, m.definition.replace("|", "\\|")) for m in MEASURES.values()],
+            [(m.label, m.unit, m.definition.replace("|", "\\|")) for m in DEFINED.values()],
         ),
         "## Index schema",
         "`<root>/index.duckdb` is derived from the runs: it can be deleted at any time and is rebuilt when next "

@@ -13,11 +13,11 @@ from binade.app import address
 from binade.app import show as show_items
 from binade.app.control import Control
 from binade.app.formatting import plain
+from binade.app.measures.map_measure import LAYER, CellQuery
 from binade.app.pages import sql_chart
 from binade.app.params import One
 from binade.app.questions import layout
 from binade.app.questions.map import compute
-from binade.app.questions.map.compute import LAYER
 from binade.app.state import sandbox
 from binade.app.view import Reading, View
 from binade.data.catalog import Catalog
@@ -105,7 +105,7 @@ def _in_map(opened: Catalog, tensor: pd.Series) -> View:
     """The Map of a tensor's run and iteration; at its cell, if it is an operand."""
     same = {name: tensor[name] for name in FIELDS if name in tensor and pd.notna(tensor[name])}
     at = View("map").changed(run_id=same["run_id"], iteration=same.get("iteration"))
-    cells = compute.cells(opened, Filter(**{n: (v,) for n, v in same.items()}), "", "absmax", LAYER)
+    cells = compute.cells("absmax", CellQuery(opened, Filter(**{n: (v,) for n, v in same.items()})))
     rows = compute.rows_of(cells)  # a weight is an operand of two GEMMs: the first
     return at.changed(cell=f"{rows[0].key}/{same[LAYER]}") if rows else at
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from binade.app.questions.advise.question import ADVISE
 from binade.app.questions.attention.question import ATTENTION
-from binade.app.questions.block_history.question import BLOCK_HISTORY
 from binade.app.questions.blocks.question import BLOCKS
-from binade.app.questions.channels.question import CHANNELS
 from binade.app.questions.codes.question import CODES
 from binade.app.questions.difference.question import DIFFERENCE
 from binade.app.questions.drift.question import DRIFT
 from binade.app.questions.explore.question import EXPLORE
 from binade.app.questions.loss.question import LOSS
 from binade.app.questions.map.question import MAP
-from binade.app.questions.noise.question import NOISE
 from binade.app.questions.normality.question import NORMALITY
 from binade.app.questions.pair.question import PAIR
 from binade.app.questions.parity.question import PARITY
@@ -21,7 +18,6 @@ from binade.app.questions.predictions.question import PREDICTIONS
 from binade.app.questions.provenance.question import PROVENANCE
 from binade.app.questions.question import Question
 from binade.app.questions.recipes.question import RECIPES
-from binade.app.questions.results.question import RESULTS
 from binade.app.questions.runs.question import RUNS
 from binade.app.questions.what_if.question import WHAT_IF
 from binade.app.questions.why.question import WHY
@@ -39,10 +35,6 @@ QUESTIONS: tuple[Question, ...] = (
     BLOCKS,
     ATTENTION,
     CODES,
-    RESULTS,
-    BLOCK_HISTORY,
-    CHANNELS,
-    NOISE,
     RUNS,
     RECIPES,
     LOSS,

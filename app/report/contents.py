@@ -8,6 +8,8 @@ from dataclasses import replace
 import pandas as pd
 
 from binade.app.formatting import first_formats
+from binade.app.measures.registry import recorded_measures
+from binade.app.measures.values import ERRORS
 from binade.app.pages.registry import PART
 from binade.app.questions.attention.compute import NAMES
 from binade.app.questions.explore.compute import RAW
@@ -19,11 +21,11 @@ from binade.app.questions.shared.selection import Of, worst
 from binade.app.report import overview, runs
 from binade.app.report.section import ReportTable, Section, slug
 from binade.app.view import View
-from binade.data.catalog import USED, Catalog
+from binade.data.catalog import STATISTICS, USED, Catalog
 from binade.data.filter import Filter
 
 FOLDERS = {"map": "heatmaps", "explore": "distributions", "recipes": "comparisons", "attention": "attention_maps"}
-# Metrics of maps: of each format, and of the values.
+# Measures of maps, besides those that only some runs have: of each format, and of the values.
 OF_FORMAT = ("sqnr_vs_normal", "sqnr_db", "flushed_error_share", "saturated_error_share")
 OF_VALUES = ("absmax", "dynamic_range", "crest_factor", "zero_share")
 MOST_ROWS = 200  # of a table
@@ -72,7 +74,8 @@ def views(opened: Catalog, where: Filter, question: Question) -> list[View]:
     shown = (*[USED] * bool(opened.formats_used(where)), *formats)
     if question.name == "map":
         of_formats = [part.changed(metric=metric, format=fmt) for fmt in shown for metric in OF_FORMAT]
-        return [*of_formats, *(part.changed(metric=metric) for metric in OF_VALUES)]
+        others = [name for name in recorded_measures(opened) if name not in (*ERRORS, *STATISTICS)]
+        return [*of_formats, *(part.changed(metric=metric) for metric in (*OF_VALUES, *others))]
     if question.of is not Of.TENSOR:
         return [part.changed(format=fmt) for fmt in formats] if "format" in question.scope and formats else [part]
     if question.slow or question.name in CHOSEN:

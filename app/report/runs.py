@@ -11,9 +11,9 @@ from typing import Any
 import pandas as pd
 
 from binade.app.glossary import TERMS
+from binade.app.measures.registry import DEFINED
 from binade.app.questions.shared.rounded import about_format
 from binade.app.report.section import ReportTable, Section
-from binade.app.style import MEASURES
 from binade.data.catalog import Catalog
 from binade.quant.formats import FORMATS
 from binade.quant.specs import Spec
@@ -68,7 +68,7 @@ def _without(words: list[str], option: str) -> list[str]:
 
 
 def definitions() -> Section:
-    metrics = pd.DataFrame([{"Metric": m.label, "Unit": m.unit, "Definition": m.definition} for m in MEASURES.values()])
+    metrics = pd.DataFrame([{"Metric": m.label, "Unit": m.unit, "Definition": m.definition} for m in DEFINED.values()])
     formats = pd.DataFrame([{"Format": name, "What it is": about_format(Spec.of(name))} for name in FORMATS])
     terms = pd.DataFrame(TERMS.items(), columns=["Term", "Definition"])
     tables = (

@@ -16,6 +16,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
+from binade.app.aliases import set_current
 from binade.app.params import TITLES
 from binade.app.view import View
 from binade.data import untrusted
@@ -48,6 +49,9 @@ class Pin(View):
 
     chart: Annotated[str, Field(max_length=100, pattern="^[a-z0-9_]*$")] = ""
     caption: Annotated[str, Field(max_length=2000), LINES] = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "chart", set_current(self, self.chart))
 
     @property
     def uncaptioned(self) -> Pin:

@@ -10,7 +10,8 @@ import torch
 
 from binade import quant
 from binade.app.figure import Text
-from binade.app.questions.results import accumulation
+from binade.app.measures import accumulation, results
+from binade.app.measures.map_measure import CellQuery
 from binade.app.view import View
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
@@ -73,13 +74,12 @@ def test_lines_have_the_scales_of_the_whole_tensor(spec):
     torch.testing.assert_close(found.rounded.float(), quant.fake_quantize(x, spec)[::5], rtol=2.0**-22, atol=0)
 
 
-def test_a_chosen_row_adds_a_table(catalog):
-    view = View("map", {"view": ["gemms"], "recipe": ["mxfp8"]})
+def test_a_chosen_cell_adds_a_table(catalog):
+    view = View("map", {"metric": ["result_sqnr_db"], "recipe": ["mxfp8"]})
     answer = view.draw(catalog)
-    assert list(answer.tables) == ["results"]
-    worst = answer.tables["results"].query("gemm == 'dgrad' and part == 'linear'").iloc[0]
-    answer = view.changed(result=worst["result"]).draw(catalog)
-    table = answer.items[-1]
+    assert "accumulation" not in answer.tables and "Click a cell" in answer.items[1].text
+    answer = view.changed(cell="dgrad/fc1/grad_input/2").draw(catalog)
+    table = answer.items[1]
     assert answer.tables["accumulation"]["title"].tolist() == SCALED_BY_32
     assert "mxfp8_e5m2 and mxfp8" in table.note and "grad input" in table.title
 
@@ -94,11 +94,8 @@ def test_a_chosen_row_adds_a_table(catalog):
     ],
 )
 def test_why_there_is_no_table(catalog, where, reason):
-    result = catalog.tensors(Filter(**where)).iloc[0]["tensor_id"]
-    view = View("map", {"view": ["gemms"], "recipe": ["mxfp8"], "result": [result]})
-    answer = view.draw(catalog)
-    last = answer.items[-1]
-    assert "accumulation" not in answer.tables and isinstance(last, Text) and reason in last.text
+    said = results.accumulation(CellQuery(catalog, Filter()), catalog.tensors(Filter(**where)).iloc[0])
+    assert isinstance(said, Text) and reason in said.text
 
 
 def test_a_block_with_nan_is_no_reason():

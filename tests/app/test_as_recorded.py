@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 
 from binade import fake_quantize, plots
-from binade.app.questions.noise import compute as noise
 from binade.app.questions.shared.operands import along, gemms_of, scores_in
 from binade.app.questions.shared.rounded import Recorded, subject
 from binade.app.questions.shared.selection import recorded_in
@@ -308,16 +307,3 @@ def test_a_run_of_nan_alone_is_not_called_unrounded(tmp_path):
     with Catalog.open(tmp_path) as catalog:
         problems = View("map", {"format": [USED]}).draw(catalog).problems
         assert "4 of 4 rounded operands hold NaN or Inf" in problems[0]
-
-
-@pytest.mark.parametrize("spec", ["mxfp4(hadamard=16, signs=fixed)", "fp8_e4m3(history=4)"])
-def test_equal_weights_of_two_runs_are_equally_often_at_a_bin_edge(tmp_path, spec: str):
-    recipe = tmp_path / "own.toml"
-    recipe.write_text(f'[linear.forward]\ninput = "{spec}"\nweight = "{spec}"\n')
-    root = tmp_path / "runs"
-    for name in ("bf16", str(recipe)):
-        record(root, name, (1.0,) * 3).close()
-    with Catalog.open(root) as catalog:
-        where = noise.one_run(catalog, Filter())
-        differences = noise.edge_against_bf16(catalog, where, noise.places(noise.weights(catalog, where)))
-    assert differences and {round(share.value, 12) for _, share in differences} == {0.0}

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from binade.app.measures.registry import MAP_MEASURES
+from binade.app.measures.values import ERRORS
 from binade.app.pages.registry import PAGES, PART
 from binade.app.questions.map import page
-from binade.app.questions.map.compute import ERRORS, METRICS
 from binade.app.questions.map.question import map_of
 from binade.app.view import View
 from binade.data.cache import ResultCache
@@ -80,7 +81,7 @@ def check_map(view: View, catalog: Catalog) -> None:
 
 @pytest.mark.thorough
 def test_every_metric_of_the_map(planted: Catalog) -> None:
-    for metric in METRICS:
+    for metric in MAP_MEASURES:
         check_map(View("map", {"metric": [metric], "format": ["mxfp4"]}), planted)
     for metric in ERRORS:  # computed from the values
         check_map(View("map", {"metric": [metric], "format": ["nvfp4"], "across": ["iteration"]}), planted)

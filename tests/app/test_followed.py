@@ -3,17 +3,22 @@ against numpy over its tensor files."""
 
 from __future__ import annotations
 
-import re
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
 from binade import quant
-from binade.app.questions.channels import compute as channels
-from binade.app.questions.noise import compute as noise
+from binade.app.measures import channels
+from binade.app.measures import weights as of_weights
+from binade.app.measures.gradients import GRADIENT_TO_NOISE
+from binade.app.measures.map_measure import ITERATION, CellQuery
+from binade.app.measures.registry import recorded_measures
+from binade.app.questions.map import charts
 from binade.app.view import View
 from binade.collector import Recorder, instrument
 from binade.data.catalog import Catalog
@@ -60,20 +65,27 @@ def series(catalog: Catalog, **where) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", ["input", "grad_weight"])
-def test_persistence_is_numpys_over_the_files(opened: Catalog, name: str):
+def test_persistence_is_numpys_over_the_files(opened: Catalog, name: str, monkeypatch: pytest.MonkeyPatch):
     where = {"module": ("fc2",), "tensor_name": (name,)}
     tops = []
     for x in series(opened, **where):
         absmax = np.abs(x.float().numpy()).reshape(-1, x.shape[-1]).max(0)
         tops.append(set(np.argsort(-absmax, kind="stable")[:8].tolist()))
-    found = channels.persistence(opened, Filter(layer_index=(1,), micro_batch=(0,), **where))
+    query = CellQuery(opened, Filter(layer_index=(1,), micro_batch=(0,), **where))
     index = [len(a & b) / len(a | b) for a, b in pairwise(tops)]
-    assert found.pairs.sort_values("iteration")["jaccard"].tolist() == index
-    (row,) = found.places.itertuples()
-    assert row.value == pytest.approx(np.mean(index)) and row.chance == 8 / (2 * x.shape[-1] - 8)
-    assert row.kept == pytest.approx(np.mean([len(a & b) / 8 for a, b in pairwise(tops)]))
-    assert row.always == len(set.intersection(*tops)) / 8
-    history = channels.channel_history(found, row.place, most=99)
+    by_iteration = channels.OUTLIER_PERSISTENCE.cells(replace(query, across=ITERATION))
+    for _, part in by_iteration.groupby("gemm"):  # each has the same tensor
+        assert part.sort_values("iteration")["value"].tolist() == index
+    cells = channels.OUTLIER_PERSISTENCE.cells(query)
+    assert cells["value"].tolist() == pytest.approx([np.mean(index)] * len(cells)) and len(cells)
+    found = channels.persistence(query)
+    assert found["chance"].dropna().eq(8 / (2 * x.shape[-1] - 8)).all()
+    assert found["kept"].mean() == pytest.approx(np.mean([len(a & b) / 8 for a, b in pairwise(tops)]))
+    assert found["always"].dropna().tolist() == [len(set.intersection(*tops)) / 8]
+    ratios = channels.HOT_RATIO.cells(query)["value"].unique()
+    assert ratios == pytest.approx(opened.hot_channels(query.where)["hot_ratio"].median())
+    monkeypatch.setattr(channels, "MOST_CHANNELS", 99)
+    history = channels.history(query, cells.iloc[0]).table
     assert set(zip(history["iteration"], history["channel"], strict=True)) == {
         (i, channel) for i, top in enumerate(tops) for channel in top
     }
@@ -81,10 +93,12 @@ def test_persistence_is_numpys_over_the_files(opened: Catalog, name: str):
 
 
 def test_micro_batches_runs_and_ranks_are_not_mixed(opened: Catalog):
-    found = channels.persistence(opened, Filter())
-    assert len(found.pairs) == len(found.hot) * (STEPS - 1) / STEPS
-    assert set(found.pairs["iteration"]) == set(range(1, STEPS))
-    assert found.places["tensors"].eq(2 * STEPS).all()
+    query = CellQuery(opened, Filter())
+    found = channels.persistence(query)
+    pairs = found.dropna(subset=["jaccard"])
+    assert len(pairs) == len(found) * (STEPS - 1) / STEPS and set(pairs["iteration"]) == set(range(1, STEPS))
+    assert channels.OUTLIER_PERSISTENCE.cells(query)["tensors"].eq(2 * (STEPS - 1)).all()
+    assert channels.HOT_RATIO.cells(query)["tensors"].eq(2 * STEPS).all()
 
 
 def test_oscillation_is_numpys_over_the_files(opened: Catalog):
@@ -99,11 +113,16 @@ def test_oscillation_is_numpys_over_the_files(opened: Catalog):
         any(path[i] == path[k] != path[j] for i in range(STEPS) for j in range(i, STEPS) for k in range(j, STEPS))
         for path in q.T.tolist()
     ]
-    table = noise.weights(opened, Filter(layer_index=(1,), **where))
+    query = CellQuery(opened, Filter(layer_index=(1,), **where))
+    table = of_weights.weights(query)
     assert len(table) == STEPS and table["oscillating"].isna().tolist() == [True] * 2 + [False] * (STEPS - 2)
     last = table.iloc[-1]
     assert last["oscillating"] == pytest.approx(oscillating.mean()) and 0 < oscillating.mean() < 1
     assert last["returned"] == pytest.approx(np.mean(returned)) and 0 < np.mean(returned) < 1
+    (cell,) = of_weights.OSCILLATING.cells(query).itertuples()
+    assert cell.value == last["oscillating"] and (cell.gemm, cell.tensors) == ("forward", 1)
+    listed = of_weights.places(query, None).frame
+    assert listed["returned"].tolist() == [last["returned"]] and listed["unchanged"].tolist() == ["no"]
     assert opened.sampled_weights(most=4000)["sampled"].map(len).between(16, 64).all()
 
 
@@ -111,7 +130,7 @@ def test_the_window_moves_on():
     generator = np.random.default_rng(0)
     values, rounded = generator.normal(size=(2, 120, 7)).cumsum(1)
     rounded[:, 3], values[:, 4] = 0, 1
-    found = noise.ratios(values, rounded)
+    found = of_weights.ratios(values, rounded)
     for t in (1, 49, 50, 51, 119):
         start = max(0, t - 50)
         moved, jumped = (np.abs(np.diff(x[start : t + 1], axis=0)).sum(0) for x in (values, rounded))
@@ -122,7 +141,8 @@ def test_the_window_moves_on():
 
 def test_gradients_in_their_noise(opened: Catalog):
     where = Filter(layer_index=(2,), module=("fc1",), iteration=(STEPS - 1,), micro_batch=(0,))
-    found = noise.gradients(opened, where, "nvfp4").set_index("tensor_name")["value"]
+    cells = GRADIENT_TO_NOISE.cells(CellQuery(opened, where, "nvfp4")).set_index(["tensor", "gemm"])["value"]
+    found = {"grad_output": cells["grad_output", "dgrad"], "grad_weight": cells["grad_weight", "wgrad"]}
     rows = opened.tensors(where).set_index("tensor_name")["tensor_id"]
     g, x = (opened.load(rows[name]).flatten(0, -2) for name in ("grad_output", "input"))
     wide = g.double().numpy()
@@ -150,18 +170,30 @@ def drawn(catalog: Catalog, view: str, **where):
     return View("map", {"view": [view]}).filtered(Filter(**where)).draw(catalog)
 
 
+def of_measure(catalog: Catalog, metric: str, **where):
+    return View("map", {"metric": [metric]}).filtered(Filter(**where)).draw(catalog)
+
+
 def test_the_answers(opened: Catalog):
     found = drawn(opened, "channels")
-    assert "Jaccard index" in found.verdict and not found.problems
-    assert [figure.name for figure in found.figures] == [
-        *("channel_persistence", "hot_channels", "channel_persistence_lines")
-    ]
-    found = drawn(opened, "noise")
-    assert "oscillate" in found.verdict and f"over {STEPS} recorded iterations" in found.verdict
-    assert "√3" not in found.verdict and not found.problems and len(found.figures) == 4 and not claims(found)
+    assert "median Persistence" in found.verdict and not found.problems and not claims(found)
+    assert [figure.name for figure in found.figures] == ["map", "hot_channels", "ranking"]
+    for metric in ("oscillating", "edge_excess", "gradient_to_noise"):
+        found = of_measure(opened, metric)
+        assert not found.problems and not claims(found) and found.figures[0].name == "map"
+        assert ("oscillating_weights" in found.tables) == (metric != "gradient_to_noise")
 
 
-def test_only_weights_that_were_put_at_the_edge_of_a_bin_are_named(tmp_path: Path):
+def test_gradients_are_colored_from_the_square_root_of_3():
+    """It has no color, and 0.5 and 6 are as far from it on a logarithmic axis: their product is 3."""
+    values = pd.Series([0.5, 3**0.5, 6.0, np.nan])
+    shades = charts.shade(values, GRADIENT_TO_NOISE, False)
+    assert shades[:3].tolist() == pytest.approx([1, 0, -1]) and np.isnan(shades[3])
+    ends = charts.legend(GRADIENT_TO_NOISE, GRADIENT_TO_NOISE.measure, values, False)
+    assert ends == {"good": "6", "bad": "0.5", "difference": True}
+
+
+def test_the_interval_of_weights_that_were_put_at_the_edge_of_a_bin_leaves_out_0(tmp_path: Path):
     model, random = build(), torch.Generator().manual_seed(3)
     with torch.no_grad():
         for weight in model.parameters():
@@ -176,10 +208,10 @@ def test_only_weights_that_were_put_at_the_edge_of_a_bin_are_named(tmp_path: Pat
         with instrument(model, "linear_mxfp4", recorder, backend="torch"):
             loss(model).backward()
     with Catalog.open(tmp_path) as catalog:
-        found = drawn(catalog, "noise").verdict
-    (named,) = re.findall(r"More at a bin’s edge than normally distributed weights: (.*?)%", found)
-    assert named.startswith("L2 fc1 weight +") and "Not distinguishable from normally distributed weights: L" in found
-    assert "Fewer" not in found
+        cells = of_weights.EDGE_EXCESS.cells(CellQuery(catalog, Filter()))
+    apart = cells[(cells["low"] > 0) | (cells["high"] < 0)]
+    (cell,) = apart.itertuples()
+    assert (cell.layer_index, cell.product, cell.tensor) == (2, "fc1", "weight") and cell.value > 0
 
 
 def test_replicas_of_a_weight_are_one_sample(tmp_path: Path):
@@ -195,11 +227,11 @@ def test_replicas_of_a_weight_are_one_sample(tmp_path: Path):
 def test_what_is_missing_is_said(opened: Catalog):
     found = drawn(opened, "channels", iteration=(2,))
     assert not found.items and not found.verdict and "in one iteration, 2: record at least two" in found.problems[0]
-    found = drawn(opened, "noise", iteration=(2, 3))
-    assert "oscillate" not in found.verdict and "at least 3 recorded iterations" in found.problems[0]
-    assert "oscillating" not in [figure.name for figure in found.figures]
-    found = drawn(opened, "noise", tensor_name=("input",))
-    assert not found.items and not found.verdict and len(found.problems) == 2
+    found = of_measure(opened, "oscillating", iteration=(2, 3))
+    assert not found.items and not found.verdict and "at least 3 recorded iterations" in found.problems[0]
+    for metric in ("oscillating", "gradient_to_noise"):
+        found = of_measure(opened, metric, tensor_name=("input",))
+        assert not found.items and not found.verdict and len(found.problems) == 1
 
 
 def test_measured_only_if_asked_for(tmp_path: Path):
@@ -211,4 +243,6 @@ def test_measured_only_if_asked_for(tmp_path: Path):
             recorder.step()
     with Catalog.open(tmp_path) as catalog:
         assert catalog.hot_channels().empty
-        assert len(drawn(catalog, "noise").problems) == 2 and not drawn(catalog, "noise").items
+        for metric in ("oscillating", "gradient_to_noise"):
+            assert len(of_measure(catalog, metric).problems) == 1 and not of_measure(catalog, metric).items
+            assert metric not in recorded_measures(catalog)

@@ -14,14 +14,15 @@ from scipy import special, stats
 
 from binade import quant
 from binade.app.figure import Offers
+from binade.app.measures import blocks as blocks_measure
+from binade.app.measures.map_measure import CellQuery
+from binade.app.measures.registry import MAP_MEASURES
 from binade.app.questions.attention import compute as attention_compute
-from binade.app.questions.block_history import compute as block_history_compute
 from binade.app.questions.blocks import compute as blocks_compute
 from binade.app.questions.codes import compute as codes_compute
 from binade.app.questions.drift import compute as drift_compute
 from binade.app.questions.loss import compute as loss_compute
 from binade.app.questions.recipes.question import cost
-from binade.app.questions.results import compute as results_compute
 from binade.app.questions.shared import boards, distributions, laws
 from binade.app.questions.shared.distributions import distribution_of
 from binade.app.questions.shared.rounded import subject
@@ -605,8 +606,12 @@ class TestBoards:
 
     def test_results_and_what_their_operands_predict(self, catalog):
         where = Filter(quant_type=["mxfp4"])
-        table = results_compute.by_product(catalog.results(where)).set_index(list(results_compute.PRODUCT))
-        assert set(table.index.get_level_values("gemm")) == {"forward", "dgrad", "wgrad"}
+        query = CellQuery(catalog, where)
+        by = ["layer_index", "product", "tensor", "gemm"]
+        result, gain = (MAP_MEASURES[f"result_{name}_db"].cells(query).set_index(by) for name in ("sqnr", "gain"))
+        assert set(result.index.get_level_values("gemm")) == {"forward", "dgrad", "wgrad"}
+        drawn = MAP_MEASURES["result_gain_db"].extra(query, None).table
+        products = drawn.set_index(["layer_index", "module", "part", "gemm"])
         exact, predicted = [], []
         for iteration in (0, 1):
             at = {"quant_type": ["mxfp4"], "layer_index": [1], "module": ["fc1"], "iteration": [iteration]}
@@ -616,12 +621,15 @@ class TestBoards:
             exact.append(errors(dy.T @ x, dw).sqnr_db)
             noise = [errors(a, quant.fake_quantize(a, "mxfp4", 0)).sqnr_db for a in (x, dy)]
             predicted.append(-10 * np.log10(np.sum(10 ** (-np.array(noise) / 10))))
-        row = table.loc[(1, "fc1", "linear", "wgrad")]
-        assert row["results"] == 2
+        row, cell = products.loc[(1, "fc1", "linear", "wgrad")], (1, "fc1", "grad_weight", "wgrad")
+        assert row["results"] == result.loc[cell, "tensors"] == gain.loc[cell, "tensors"] == 2
         assert row["result_db"] == pytest.approx(np.median(exact), abs=1e-3)
+        assert result.loc[cell, "value"] == pytest.approx(np.median(exact), abs=1e-3)
         assert row["operands_db"] == pytest.approx(np.median(predicted), abs=1e-3)
-        assert row["gain_db_low"] == pytest.approx(np.quantile(np.subtract(exact, predicted), 0.1), abs=1e-3)
-        backward, predicted = table.loc[(1, "core", "QK", "dgrad")], []
+        for name, q in (("low", 0.1), ("value", 0.5), ("high", 0.9)):
+            wanted = np.quantile(np.subtract(exact, predicted), q)
+            assert gain.loc[cell, name] == pytest.approx(wanted, abs=1e-3), name
+        backward, predicted = products.loc[(1, "core", "QK", "dgrad")], []
         for iteration in (0, 1):
             at = {"quant_type": ["mxfp4"], "layer_index": [1], "module": ["core"], "iteration": [iteration]}
             noise = 0.0
@@ -631,24 +639,46 @@ class TestBoards:
             predicted.append(-10 * np.log10(noise))
         assert backward["operands_db"] == pytest.approx(np.median(predicted), abs=1e-3)
         assert backward["result_db"] > 0
-        assert results_compute.by_product(catalog.results(Filter(quant_type=["bf16"]))).empty
+        assert MAP_MEASURES["result_gain_db"].cells(CellQuery(catalog, Filter(quant_type=["bf16"]))).empty
 
-    def test_block_history_is_that_of_the_blocks_in_the_files(self, catalog):
+    def test_the_distribution_of_blocks_is_that_of_the_blocks_in_the_files(self, catalog):
         where = Filter(quant_type=["mxfp4"], layer_index=[1], iteration=[1])
-        table = block_history_compute.histogram(catalog, where, "mxfp4", "sqnr_db")
         operands = catalog.tensors(where).dropna(subset=["contracted_axis"])
         each = [look(catalog.load(r.tensor_id), "mxfp4", int(r.contracted_axis)).sqnr_db for r in operands.itertuples()]
         found = torch.cat(each).numpy()
         found = found[~np.isnan(found)]
-        (row,) = block_history_compute.summary(table, ("iteration",)).itertuples()
-        assert row.blocks == len(found) and row.bad == pytest.approx((found < 10).mean(), abs=1e-9)
+        query = CellQuery(catalog, where, "mxfp4")
+        shares = MAP_MEASURES["block_sqnr_db"].extra(query, None).table
+        assert shares["count"].sum() == len(found) and shares["share"].sum() == pytest.approx(1)
+        assert blocks_measure.bad(shares) == pytest.approx((found < 10).mean(), abs=1e-9)
         finite = np.where(np.isinf(found), 126, found)
-        for name, q in (("low", 0.01), ("median", 0.5), ("high", 0.99)):
-            assert getattr(row, name) == pytest.approx(np.quantile(finite, q), abs=2), name
-        assert block_history_compute.shares(table, "layer_index")["share"].sum() == pytest.approx(1)
-        assert block_history_compute.histogram(catalog, where, "hifp8", "sqnr_db").empty
+        for q in (0.01, 0.5, 0.99):
+            assert blocks_measure.quantile(shares, q) == pytest.approx(np.quantile(finite, q), abs=2), q
+        assert MAP_MEASURES["block_sqnr_db"].cells(replace(query, format="hifp8")).empty
 
-    def test_only_the_layer_whose_blocks_get_worse_is_named(self, tmp_path):
+    @pytest.mark.parametrize(
+        ("name", "attribute", "q"),
+        [
+            ("block_sqnr_db", "sqnr_db", 0.01),
+            ("block_scale_exponent", "scale_exponents", 0.5),
+            ("bad_blocks", "sqnr_db", 0),
+        ],
+    )
+    def test_a_cell_of_blocks_is_that_of_the_blocks_in_its_file(self, catalog, name, attribute, q):
+        where = Filter(quant_type=["mxfp4"], layer_index=[1], iteration=[1], module=["fc1"])
+        cells = MAP_MEASURES[name].cells(CellQuery(catalog, where, "mxfp4"))
+        assert len(cells) == 3 and cells["tensors"].eq(1).all()
+        for cell in cells.itertuples():
+            row = catalog.rows_of([cell.tensor_id]).iloc[0]
+            found = getattr(look(catalog.load(cell.tensor_id), "mxfp4", int(row["contracted_axis"])), attribute).numpy()
+            found = found[~np.isnan(found)].astype(float)
+            if name == "bad_blocks":
+                assert cell.value == pytest.approx((found < 10).mean(), abs=1e-9)
+                continue
+            for value, share in ((cell.low, 0.01), (cell.value, q), (cell.high, 0.99)):
+                assert value == pytest.approx(np.quantile(np.where(np.isinf(found), 126, found), share), abs=2)
+
+    def test_the_layer_whose_blocks_get_worse_is_listed_first(self, tmp_path):
         random = torch.Generator().manual_seed(0)
         with Recorder(tmp_path, scores=("mxfp4",), measures=("blocks",)) as recorder:
             for iteration in range(12):  # seven that fall can be chance
@@ -662,13 +692,12 @@ class TestBoards:
                     recorder.record("input", x, **where)
                 recorder.step()
         with Catalog.open(tmp_path) as catalog:
-            answer = View("map", {"view": ["blocks"], "format": ["mxfp4"]}).draw(catalog)
-        found = answer.verdict
-        assert not claims(answer)
-        assert "falls over iterations in 1 of 3 layers; steepest: layer 2, −" in found
-        assert "In the other 2, no trend can be told from chance." in found
-        assert re.search(r"Lowest 1st percentile of SQNR by block in mxfp4: layer 2, ", found)
-        assert "In iteration 11, " in found and "operands that hold some: 1" in found
+            view = View("map", {"metric": ["block_sqnr_db"], "format": ["mxfp4"]})
+            answer = view.draw(catalog)
+            over_time = view.changed(across="iteration", layer_index=2).draw(catalog).tables["places"]
+        assert not claims(answer) and answer.tables["places"].iloc[0]["place"] == "L2 fc1 input, other"
+        assert over_time.sort_values("rank")["value"].is_monotonic_increasing
+        assert over_time.sort_values("value").iloc[0]["place"].startswith("iteration ")
 
 
 class TestScope:
@@ -687,9 +716,12 @@ class TestScope:
     def test_another_run_changes_nothing_of_a_run(self, catalog):
         runs = catalog.runs().set_index("recipe")["run_id"]
         run, alone = runs["mxfp8"], catalog.restricted([runs["mxfp8"], runs["bf16"]])  # which Noise compares it with
-        views = [View("map", {"view": [name]}) for name in ("gemms", "blocks", "noise")]
+        views = [View("map", {"metric": [name]}) for name in ("gradient_to_noise", "edge_excess")]
         views += [View("runs", {"view": ["loss"]})]
-        views += [View("map", {"metric": [metric]}) for metric in ("sqnr_db", "loss_change", "absmax")]
+        views += [
+            View("map", {"metric": [metric]})
+            for metric in ("sqnr_db", "loss_change", "absmax", "result_gain_db", "bad_blocks")
+        ]
         views += [View("map", {"across": ["iteration"]}), View("map", {"versus": ["nvfp4"]})]
         for view in views:
             view = view.changed(format="mxfp4").filtered(Filter(run_id=[run]))

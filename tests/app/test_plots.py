@@ -41,7 +41,7 @@ def test_a_question_answers_alone_as_the_app_does(question: Question, catalog: C
     assert (answer.verdict, answer.sentences) == (shown.verdict, shown.sentences)
     assert answer.charts and all(chart.to_dict() for chart in answer.charts)  # no more rows than Altair takes
     takes = [*inspect.signature(ask).parameters][2:]
-    own = {*question.params(catalog), *question.scope} - {*question.selects}
+    own = {*question.params(catalog), *question.scope} - ({*question.selects} - {*question.takes})
     assert {*takes} == own
     assert question.text in ask.__doc__ and all(f"    {name}: " in ask.__doc__ for name in takes)
     assert question.name in dir(plots)

@@ -35,10 +35,6 @@ LISTED: dict[str, Callable[[Drawn], list[int]]] = {
     "map": rows("places"),
     "advise": rows("operands"),
     "explore": rows("tensors"),
-    "results": rows("results"),
-    "block_history": lambda answer: [answer.tables["block_summary"]["blocks"].sum()],
-    "channels": rows("channel_places"),
-    "noise": rows("oscillating_weights", "gradients_to_noise"),
     "runs": lambda answer: [answer.get("losses").table["group"].nunique()],
     "recipes": rows("recipes"),
     "loss": rows("loss_places"),
@@ -73,7 +69,7 @@ def test_the_scope_counts_what_the_tables_list(catalog: Catalog, question: Quest
         assert named <= set(used)
 
 
-@pytest.mark.parametrize("name", ["map", "explore", "results", "block_history", "loss", "noise", "channels"])
+@pytest.mark.parametrize("name", ["map", "explore", "loss"])
 def test_captions_name_the_filter_that_was_used(catalog: Catalog, name: str):
     (question,) = (each for each in QUESTIONS if each.name == name)
     answer = view_of(question).draw(catalog)
@@ -89,7 +85,7 @@ def test_the_bar_shows_the_scope_of_the_answer(visit: Visit, collected: Path, ca
 
 
 def test_tables_of_a_report_state_the_scope(catalog: Catalog, monkeypatch: pytest.MonkeyPatch):
-    (question,) = (each for each in QUESTIONS if each.name == "noise")
+    (question,) = (each for each in QUESTIONS if each.name == "loss")
     monkeypatch.setattr(contents, "QUESTIONS", [question])  # to save time
     section = next(contents.contributions(catalog, Filter(), "here"))
     fmt = section.tables[0].title.rpartition(": ")[2]

@@ -11,9 +11,10 @@ import pytest
 import torch
 from streamlit.testing.v1 import AppTest
 
+from binade.app.figure import Figure
 from binade.app.formatting import plain
+from binade.app.measures.registry import MAP_MEASURES
 from binade.app.pages.registry import PAGES
-from binade.app.questions.map.compute import EFFECT, METRICS, PARITY, TENSOR_SCALE
 from binade.app.view import View
 from binade.collector import Recorder
 from binade.data.catalog import Catalog
@@ -22,7 +23,7 @@ from tests.app import roots
 from tests.app.test_pages import Visit, address, charts, chips, first, rerun, words
 
 RECORDED = tuple(
-    metric for metric in METRICS if metric not in (EFFECT, PARITY, TENSOR_SCALE)
+    metric for metric in MAP_MEASURES if metric not in ("effect", "parity_change", "tensor_scale", "oscillating")
 )  # which only some runs have
 
 pytestmark = pytest.mark.slow
@@ -51,13 +52,15 @@ def test_map(visit: Visit, collected: Path, metric: str, across: str):
     with Catalog.open(collected) as catalog:
         tensors = catalog.tensors(Filter(quant_type=["mxfp4"]))
         view = View("map", {"metric": [metric], "across": [across], "quant_type": ["mxfp4"]})
-        cells = view.draw(catalog).tables["places"]
+        answer = view.draw(catalog)
+    cells, below = answer.tables["places"], answer.items[1]
     assert shown["columns"] == sorted(tensors[across].unique())
     filled = [cell for block in shown["blocks"] for row in block["rows"] for cell in row["cells"] if cell]
     assert len(filled) == len(cells) > 0
     assert sorted(cell[1] for cell in filled) == sorted(cells["label"])
     at.toggle(key="map_tables").set_value(True)
-    assert len(rerun(at).dataframe[0].value) == len(cells) and charts(at) == 1
+    assert len(cells) in [len(frame.value) for frame in rerun(at).dataframe]
+    assert charts(at) == 1 + (isinstance(below, Figure) and below.name != "ranking")
 
 
 def test_the_map_in_another_format_iteration_and_as_a_difference(visit: Visit, collected: Path):
@@ -79,12 +82,17 @@ def test_the_map_in_another_format_iteration_and_as_a_difference(visit: Visit, c
     assert "does not depend on a format: compare with another run" in words(rerun(at))
 
 
+OF_SOME_RUNS = tuple(name for name in MAP_MEASURES if MAP_MEASURES[name].extra)
+
+
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("part", ["gemms", "blocks", "channels", "noise"])
-def test_sections_of_the_map(visit: Visit, collected: Path, part: str):
-    at = visit(collected, "map", view=part, quant_type="mxfp4", layer_index="1")
-    wanted = {"channels": 3, "noise": 3}
-    assert charts(at) == wanted.get(part, 2) and not at.warning and not at.error
+@pytest.mark.parametrize("metric", OF_SOME_RUNS)
+def test_what_is_below_the_map(visit: Visit, collected: Path, metric: str):
+    at = visit(collected, "map", metric=metric, quant_type="mxfp4", layer_index="1")
+    assert drawn_map(at)["metric"].startswith(MAP_MEASURES[metric].measure.label) and not at.warning and not at.error
+    with Catalog.open(collected) as catalog:
+        extra = View("map", {"metric": [metric], "quant_type": ["mxfp4"], "layer_index": ["1"]}).draw(catalog).items[1]
+    assert charts(at) == isinstance(extra, Figure)
     assert "Quant type: mxfp4" in chips(at)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import pandas as pd
 import torch
 
-from binade.app.questions.results.accumulation import MissingError, accumulated, compared, lines
+from binade.app.measures.accumulation import MissingError, accumulated, compared, lines
 from binade.app.questions.shared.scope import scoped
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter

@@ -42,11 +42,8 @@ import torch
 from scipy.stats import binom
 
 from binade.app.figure import Drawn
-from binade.app.questions.block_history.question import BLOCK_HISTORY
 from binade.app.questions.map.question import MAP
-from binade.app.questions.question import Question
 from binade.app.questions.recipes import question as recipes
-from binade.app.questions.results.question import RESULTS
 from binade.app.questions.shared.runs import every_run
 from binade.collector.settings import BackendName
 from binade.collector.training import loop
@@ -67,12 +64,11 @@ STOCHASTIC = "mxfp4(rounding=stochastic)"
 ROUNDINGS = 3  # seeds of stochastic rounding
 SIZES = (3, 4, 6)  # seeds in a group
 RECORDED = 16  # seeds whose runs are recorded
-PLAIN, SPLIT, STILL = "bf16", "bf16, TP 2", "bf16, learning rate 0"
+PLAIN, SPLIT = "bf16", "bf16, TP 2"
 NAMES = {
     "loss": re.compile("(?:Higher|Lower) loss than| outside[.;]"),
     "parts": re.compile("the largest gap is that of"),
     "ablation": re.compile("Statistically significant"),
-    "trend": re.compile(r" (?:falls|rises) over"),
     "standing out": re.compile(r"cells lose at least"),
 }
 UNCERTAIN = re.compile("told apart|istinguishable|would probably have shown|no trend|cannot tell")
@@ -118,10 +114,6 @@ def plan(seeds: int) -> dict[str, list[dict[str, Any]]]:
         for rounding in range(ROUNDINGS):
             single.append({"variant": f"rounding {rounding}", "rounding": rounding, "config": stochastic})
         split.append({"variant": SPLIT, "rounding": 0, "config": own | {"tp": 2, "save_tensors": False}})
-        if seed < RECORDED:
-            still = own | {"learning_rate": 0.0, "warmup_iterations": 0, "control_iter": 0, "raw": False}
-            still |= {"measures": ("blocks",), "linear_quant": "mxfp4"}
-            single.append({"variant": STILL, "rounding": 0, "config": still})
     return {"single": single, "split": split}
 
 
@@ -237,8 +229,6 @@ def null(opened: Catalog, variants: dict[str, str], folder: Path) -> list[Line]:
     add("Recipes › Loss", "largest of three equal parts", ranked, "parts")
     judged = [sentence_of_ablation(opened, of([PLAIN, *rounding], group)) for group in made]
     add("Recipes › Ablation", "equal steps", judged, "ablation")
-    still = [sentence_of(opened, BLOCK_HISTORY, of([STILL], [seed])) for seed in seeds[:RECORDED]]
-    add("Compare › Blocks", "trends of a run with learning rate 0", still, "trend")
     alike = []
     for seed in range(40):
         root = layers_alike(folder / f"alike{seed}", seed)
@@ -290,9 +280,10 @@ def exactness(opened: Catalog, variants: dict[str, str]) -> list[Line]:
         for answer in wrong:
             print(f"    {title}: {answer.verdict}", flush=True)
         lines.append(Line(title, "another extreme than the table's", len(said), len(wrong), 0.0))
-    results = [str(drawn(RESULTS, opened, Filter(run_id=(run,))).verdict) for run in recorded if variants[run] != PLAIN]
-    uncertain = sum(bool(UNCERTAIN.search(text)) for text in results)
-    lines.append(Line("GEMMs", "exact values called uncertain", len(results), uncertain, 0.0))
+    for metric in ("result_sqnr_db", "result_gain_db"):
+        said = [drawn(MAP, opened, Filter(run_id=(run,)), metric=metric) for run in recorded if variants[run] != PLAIN]
+        uncertain = sum(bool(UNCERTAIN.search(answer.verdict)) for answer in said)
+        lines.append(Line(f"Map {metric}", "exact values called uncertain", len(said), uncertain, 0.0))
     table = every_run(opened)
     table = table[table["run_id"].isin(recorded)].assign(variant=lambda runs: runs["run_id"].map(variants))
     of_seeds = [gradients(opened, runs) for _, runs in table.groupby("seed")]
@@ -318,11 +309,6 @@ def names_the_extreme(answer: Drawn, lowest: bool) -> bool:
     extreme = kinds.loc[kinds["value"].idxmin() if lowest else kinds["value"].idxmax(), "kind"].replace("_", " ")
     found = EXTREME.search(answer.verdict)
     return not found or " more" in found["names"] or extreme in found["names"]
-
-
-def sentence_of(opened: Catalog, question: Question, runs: pd.DataFrame, **query: str) -> str:
-    (run,) = runs["run_id"]
-    return str(drawn(question, opened, Filter(run_id=(run,)), format="mxfp4", **query).verdict)
 
 
 def main() -> int:

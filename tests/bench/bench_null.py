@@ -1,5 +1,5 @@
 """How often sentences that infer name something in cases where there is nothing, and how often they find what is
-planted: the table of calibration in docs/comparing.md. Synthetic losses and series, no training; about four minutes.
+planted: the table of calibration in docs/comparing.md. Synthetic losses, no training; about four minutes.
 
     python -m tests.bench.bench_null [--cases 200]
 """
@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import argparse
 
-from tests.data.null_cases import misses_rho, names_gap, names_slope, names_trend, share
+from tests.data.null_cases import misses_rho, names_gap, names_slope, share
 
 DEVIATIONS = (0.0, 0.004, 0.008, 0.015)
-AUTOCORRELATIONS = (0.0, 0.5, 0.8, 0.9)
 CORRELATIONS = (0.0, 0.5, 0.7, 0.9)
 
 
@@ -24,12 +23,6 @@ def main() -> None:
         for what, names in (("gap", names_gap), ("slope per doubling", names_slope)):
             found = [share(cases, names, seeds, deviation) for deviation in DEVIATIONS]
             rows.append((f"held-out {what}, {seeds} seeds", f"deviation {DEVIATIONS}", found))
-    for points in (8, 12, 40):
-        found = [share(cases, names_trend, points, phi) for phi in AUTOCORRELATIONS]
-        rows.append((f"trend of 6 layers, {points} iterations", f"autocorrelation {AUTOCORRELATIONS}", found))
-        for fall in (4, 8, 16):
-            found = [share(cases, names_trend, points, phi, fall, 1) for phi in AUTOCORRELATIONS]
-            rows.append((f"found: a fall by {fall} deviations, {points} iterations", "the same", found))
     for pairs in (4, 9, 10, 20, 50):
         found = [share(cases, misses_rho, pairs, r) for r in CORRELATIONS]
         rows.append((f"Spearman's interval misses, {pairs} pairs", f"r {CORRELATIONS}", found))

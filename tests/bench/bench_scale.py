@@ -25,7 +25,8 @@ from pathlib import Path
 
 import duckdb
 
-from binade.app.questions.map.compute import ITERATION, LAYER, cells
+from binade.app.measures.map_measure import ITERATION, CellQuery
+from binade.app.questions.map.compute import cells
 from binade.app.questions.shared.distributions import distributions
 from binade.app.questions.shared.scope import scoped
 from binade.data.catalog import Catalog
@@ -65,10 +66,10 @@ def cases(catalog: Catalog) -> dict[str, tuple[Callable[[], object], str]]:
         "  of 200 tensors": (lambda: catalog.distribution(tensor_ids=ids), SOME),
         "formats compared, of an iteration": (lambda: catalog.compared(one()), SCORE),
         "  of all runs": (lambda: catalog.compared(), SCORE),
-        "map, of an iteration": (lambda: cells(catalog, one(), "mxfp4", "sqnr_db", LAYER), SCORE),
-        "map, of all runs": (lambda: cells(catalog, Filter(), "mxfp4", "sqnr_db", LAYER), SCORE),
+        "map, of an iteration": (lambda: cells("sqnr_db", CellQuery(catalog, one(), "mxfp4")), SCORE),
+        "map, of all runs": (lambda: cells("sqnr_db", CellQuery(catalog, Filter(), "mxfp4")), SCORE),
         "map by iteration, of a run": (
-            lambda: cells(catalog, Filter(run_id=runs[:1]), "mxfp4", "sqnr_db", ITERATION),
+            lambda: cells("sqnr_db", CellQuery(catalog, Filter(run_id=runs[:1]), "mxfp4", ITERATION)),
             SCORE,
         ),
     }  # fmt: skip

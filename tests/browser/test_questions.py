@@ -16,12 +16,8 @@ from torch import Tensor
 
 from binade import quant
 from binade.app.pages.registry import PAGES
-from binade.app.questions.block_history import compute as block_history_compute
-from binade.app.questions.channels import compute as channels_compute
 from binade.app.questions.drift import compute as drift_compute
 from binade.app.questions.loss import compute as loss_compute
-from binade.app.questions.noise import compute as noise_compute
-from binade.app.questions.results import compute as results_compute
 from binade.app.questions.shared import laws
 from binade.app.questions.shared.distributions import distribution_of
 from binade.app.questions.shared.operands import along
@@ -361,47 +357,40 @@ def test_what_costs_the_loss(visitor: Visitor, catalog: Catalog):
 
 
 def test_which_gemm_loses_it(visitor: Visitor, catalog: Catalog):
-    visitor.ask("map", "gemms")
-    table = results_compute.by_product(catalog.results(scoped(catalog, Filter())))
-    assert visitor.answer == said(catalog, "map", "gemms")
-    assert len([mark for mark in visitor.marks("results") if "layer" in mark]) == len(table)
-    known = table["operands_db"].notna().sum()
-    assert len([mark for mark in visitor.marks("results_against_operands") if "GEMM" in mark]) == known
-    visitor.page.get_by_test_id("stDataFrame").last.click(position={"x": 18, "y": 35 + 17})
-    visitor.page.wait_for_url(re.compile("result="))
+    visitor.page.goto("/?view=gemms")
+    visitor.page.wait_for_url(re.compile("metric=result_sqnr_db"))  # where the address leads now
+    visitor.page.get_by_text("Click a cell to compare accumulators").wait_for()
+    visitor.page.locator(".map .cell").first.click()
     visitor.page.get_by_text("was not computed again").wait_for()  # the result is not of FP8 operands
+    visitor.page.goto("/?metric=result_gain_db")
+    products = View("map", {"metric": ["result_gain_db"]}).draw(catalog).get("results_against_operands").table
+    assert len([mark for mark in visitor.marks("results_against_operands") if "GEMM" in mark]) == len(products)
 
 
 def test_do_blocks_fail_over_time(visitor: Visitor, catalog: Catalog):
-    visitor.ask("map", "blocks")
-    where = scoped(catalog, Filter(), ("iteration",), scored=True)
-    table = block_history_compute.histogram(catalog, where, "mxfp4", "sqnr_db")
-    last = block_history_compute.summary(table, ("iteration",)).iloc[-1]
-    assert (
-        f" of {last['blocks']:,.0f} measured blocks ({share(last['bad'])}) have an SQNR below 10 dB" in visitor.answer
-    )
-    visitor.segment("Scale exponent")
-    visitor.until("Scale exponent is between")
+    visitor.page.goto("/?view=blocks")
+    visitor.page.wait_for_url(re.compile("metric=block_sqnr_db"))  # where the address leads now
+    settle(visitor.page)
+    view = View("map", {"metric": ["block_sqnr_db"], "across": ["iteration"]})
+    drawn = view.draw(catalog).get("block_distribution").table
+    marks = [mark for mark in visitor.marks("block_distribution") if "share of blocks" in mark]
+    assert {int(mark["iteration"]) for mark in marks} == set(drawn["iteration"])
 
 
 def test_are_outliers_the_same_channels(visitor: Visitor, catalog: Catalog):
-    visitor.ask("map", "channels")
-    found = channels_compute.persistence(catalog, Filter())
-    assert f"a Jaccard index of {found.places['value'].median():.2f}" in visitor.answer
-    assert len([mark for mark in visitor.marks("channel_persistence") if "layer" in mark]) == len(found.places)
-    history = channels_compute.channel_history(found, found.places.iloc[0]["place"])
+    visitor.page.goto("/?view=channels")
+    visitor.page.wait_for_url(re.compile("metric=outlier_persistence"))  # where the address leads now
+    settle(visitor.page)
+    history = View("map", {"metric": ["outlier_persistence"]}).draw(catalog).get("hot_channels").table
     assert len([mark for mark in visitor.marks("hot_channels") if "share over all iterations" in mark]) == len(history)
 
 
 def test_are_steps_more_than_noise(visitor: Visitor, catalog: Catalog):
-    visitor.ask("map", "noise")
-    assert visitor.answer == said(catalog, "map", "noise")
-    where = noise_compute.one_run(catalog, Filter())
-    table = noise_compute.gradients(catalog, where, "mxfp4")
-    lowest = table.loc[table["iteration"] == table["iteration"].max(), "value"].min()
-    assert f", {lowest:.3g}; highest: " in visitor.answer
-    points = noise_compute.lowest(table[table["tensor_name"] == "grad_weight"])
-    assert len([mark for mark in visitor.marks("grad_weight_to_noise") if "layer" in mark]) >= len(points)
+    visitor.page.goto("/?view=noise")
+    visitor.page.wait_for_url(re.compile("metric=gradient_to_noise"))  # where the address leads now
+    settle(visitor.page)
+    cells = View("map", {"metric": ["gradient_to_noise"]}).draw(catalog).get("map").table
+    assert visitor.page.locator(".map .cell[data-id]").count() == len(cells)
 
 
 def test_what_happens_inside_attention(visitor: Visitor):

@@ -8,7 +8,7 @@ import re
 import torch
 from torch import Tensor
 
-from binade.app.questions.map.compute import METRICS
+from binade.app.measures.registry import MAP_MEASURES
 from binade.app.view import View
 from binade.data.catalog import Catalog
 from tests.app.planted import operand
@@ -18,7 +18,7 @@ from tests.siege.files import command
 
 VALUES = (0.0, -0.0, 1.0, -448.0, 2.0**-140, 3.0e38, float("inf"), float("-inf"), float("nan"))
 PLACES = (
-    *(("map", part) for part in ("map", "gemms", "blocks")),
+    ("map", "map"),
     ("explore", "explore"),
     *(("tensor", part) for part in ("why", "whatif", "codes", "normality")),
 )
@@ -54,7 +54,7 @@ def degenerate_operands(attempt: Attempt) -> None:
     page, part = attempt.choose(PLACES)
     params = {"view": [part], "format": [chance.choice(["mxfp4", "hifp8", "bf16"])]}
     if part == "map":
-        params["metric"] = [chance.choice(METRICS)]
+        params["metric"] = [chance.choice([*MAP_MEASURES])]
     attempt.case = f"{params}: {[x.unique().tolist()[:3] for x, _ in made]}"
     with Catalog.open(attempt.place) as catalog:
         drawn = View(page, params).draw(catalog)

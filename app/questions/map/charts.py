@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import numpy as np
@@ -10,81 +11,85 @@ import pandas as pd
 
 from binade.app import plot, style
 from binade.app.figure import Chart
+from binade.app.measures.map_measure import MapMeasure
 from binade.app.questions.map.compute import MapRow
 from binade.app.questions.shared.operands import GEMMS, OTHER
 from binade.data.evidence import Measure
 from binade.data.names import name_of
-from binade.quant.normal import VS_NORMAL
 
 # From no loss to total loss, on light and on dark ground.
 HEAT = ["#eceae8", "#f9cdbb", "#f7906f", "#ee4f35", "#b3131f", "#67000d"]
 HEAT_DARK = ["#262b36", "#54302c", "#8f3a2c", "#d9482f", "#f78a62", "#ffd9c4"]
 TITLES = {gemm: f"{gemm} GEMM" for gemm in GEMMS} | {OTHER: "other tensors"}
-SHARES = "flush_to_zero", "saturated", "flushed_error_share", "saturated_error_share"
-FIXED = {"sqnr_db": (0.0, 40.0), VS_NORMAL: (-6.0, 6.0), "result_sqnr_db": (0.0, 40.0)}
-FIXED |= dict.fromkeys(SHARES, (0.0, 1.0))
 CELL, ROW, DOTS = 15, 15, 300  # pixels: width and height of a cell, and the width of the dots
 
 
-def domain(values: pd.Series, measure: Measure, difference: bool) -> tuple[float, float]:
-    """The values of no and of full color: the same for all iterations and formats where the metric has natural ends."""
-    finite = values[np.isfinite(values.astype(float))]
-    if measure.key in FIXED and (not difference or measure.key in style.AGAINST_ZERO):
-        return FIXED[measure.key]
-    if difference:
-        most = float(finite.abs().max()) if len(finite) else 1.0
-        return -(most or 1.0), most or 1.0
+def domain(values: pd.Series, color: MapMeasure, difference: bool) -> tuple[float, float]:
+    """The values of no and of full color: the same for all iterations and formats where the measure has natural ends.
+    Of a difference, and of a measure with a neutral value, they are as far from it on both sides."""
+    finite = values[np.isfinite(values.astype(float))].astype(float)
+    if color.ends and (not difference or color.neutral is not None):
+        return color.ends
+    neutral = 0.0 if difference else color.neutral
+    if neutral is not None and color.measure.log and not difference:
+        known = finite[finite > 0]
+        most = max((abs(math.log(value / neutral)) for value in known), default=0.0)
+        return neutral * math.exp(-(most or 1.0)), neutral * math.exp(most or 1.0)
+    if neutral is not None:
+        most = float((finite - neutral).abs().max()) if len(finite) else 0.0
+        return neutral - (most or 1.0), neutral + (most or 1.0)
     if finite.empty:
         return 0.0, 1.0
     low, high = float(finite.min()), float(finite.max())
     return (low, high) if high > low else (low - 0.5, high + 0.5)
 
 
-def shade(values: pd.Series, measure: Measure, difference: bool) -> pd.Series:
-    """How bad each value is, from 0 to 1, as colors show it; of a difference from -1 (better) to 1 (worse)."""
-    low, high = domain(values, measure, difference)
+def shade(values: pd.Series, color: MapMeasure, difference: bool) -> pd.Series:
+    """How bad each value is, from 0 to 1, as colors show it; of a difference, and of a measure with a neutral value,
+    from -1 (better) to 1 (worse)."""
+    measure, (low, high) = color.measure, domain(values, color, difference)
     number = values.astype(float).replace([np.inf], high).replace([-np.inf], low)
-    if difference:
-        signed: pd.Series = (number / high).clip(-1, 1) * (-1 if measure.low_is_bad else 1)
-        return signed
-    if measure.log and low > 0:
-        place = np.log(number / low) / np.log(high / low)
-    elif measure.factor == 100:  # most shares are small
-        place = np.sqrt((number - low).clip(lower=0) / (high - low))
+    both_ways = difference or color.neutral is not None
+    if measure.log and not difference and low > 0:
+        place = (number.clip(lower=low) / low).map(math.log) / math.log(high / low)
+    elif measure.factor == 100 and not both_ways:  # most shares are small
+        place = ((number - low).clip(lower=0) / (high - low)).pow(0.5)
     else:
         place = (number - low) / (high - low)
     place = 1 - place if measure.low_is_bad else place
-    clipped: pd.Series = place.clip(0, 1)
+    place = 2 * place - 1 if both_ways else place
+    clipped: pd.Series = place.clip(-1 if both_ways else 0, 1)
     return clipped
 
 
 def atlas(
-    table: pd.DataFrame, rows: list[MapRow], across: str, measure: Measure, difference: bool, title: style.Title,
-    of: str,
+    table: pd.DataFrame, rows: list[MapRow], across: str, color: MapMeasure, measure: Measure, difference: bool,
+    title: style.Title,
 ) -> Chart:  # fmt: skip
     """Chart of compute.cells with shade and label: one heat map per GEMM, two side by side."""
     columns = sorted(table[across].unique().tolist())
     by_gemm = ([row for row in rows if row.gemm == gemm] for gemm in (*GEMMS, OTHER))
-    parts = [_heat(table, operands, columns, across, measure, difference, of) for operands in by_gemm if operands]
+    parts = [_heat(table, operands, columns, across, color, measure, difference) for operands in by_gemm if operands]
     return plot.grid(title, parts, 2)
 
 
 def _heat(
-    table: pd.DataFrame, rows: list[MapRow], columns: list[int], across: str, measure: Measure, difference: bool,
-    of: str,
+    table: pd.DataFrame, rows: list[MapRow], columns: list[int], across: str, color: MapMeasure, measure: Measure,
+    difference: bool,
 ) -> Chart:  # fmt: skip
     names, values = [label(row) for row in rows], table["value"]
     table = table[table["gemm"] == rows[0].gemm]
     shown = table.assign(operand=table["row"].map(dict(zip((row.key for row in rows), names, strict=True))))
-    ends, key = [-1 if difference else 0, 1], legend(measure, values, difference)
+    key = legend(color, measure, values, difference)
+    ends = [-1 if key["difference"] else 0, 1]
     good = f"datum.value > {ends[0]} ? {json.dumps(key['bad'])} : {json.dumps(key['good'])}"
     look = {"title": measure.axis, "values": ends, "labelExpr": good, "gradientLength": 150}
     word = "layer" if across == "layer_index" else "iteration"
     cells = plot.mark(
         "rect", shown, stroke="#ffffff", strokeWidth=0.6, x=plot.ordinal(across, word, ticks=False),
         y=plot.names("operand", names, 200, {"labelOverlap": False, "labelFontSize": 11}),
-        color=plot.ramp("shade", look, domain=ends, range=style.DIVERGING if difference else HEAT),
-        tips={"operand": of, across: word, "label": measure.axis, "tensors": ("tensors", ",")},
+        color=plot.ramp("shade", look, domain=ends, range=style.DIVERGING if key["difference"] else HEAT),
+        tips={"operand": color.of, across: word, "label": measure.axis, "tensors": ("tensors", ",")},
     )  # fmt: skip
     size: plot.Look = {"width": max(260, min(520, CELL * len(columns))), "height": ROW * len(names)}
     return plot.layers(style.small_title(TITLES[rows[0].gemm]), "", cells, **size)
@@ -110,8 +115,9 @@ def ticks(low: float, high: float) -> list[float]:
     return [float(tick) + 0.0 for tick in np.arange(np.ceil(low / step), np.floor(high / step) + 1) * step]  # no -0
 
 
-def legend(measure: Measure, values: pd.Series, difference: bool) -> dict[str, Any]:
+def legend(color: MapMeasure, measure: Measure, values: pd.Series, difference: bool) -> dict[str, Any]:
     """What the ends of the colors mean."""
-    low, high = domain(values, measure, difference)
+    low, high = domain(values, color, difference)
     good, bad = (high, low) if measure.low_is_bad else (low, high)
-    return {"good": measure.quantity(good), "bad": measure.quantity(bad), "difference": difference}
+    both_ways = difference or color.neutral is not None
+    return {"good": measure.quantity(good), "bad": measure.quantity(bad), "difference": both_ways}

@@ -12,12 +12,13 @@ import streamlit as st
 
 from binade.app import address
 from binade.app import show as show_items
-from binade.app.figure import Table
+from binade.app.figure import Figure, Table, Text
 from binade.app.formatting import plain
+from binade.app.measures.map_measure import ITERATION, LAYER
 from binade.app.params import Interval
 from binade.app.questions import layout
-from binade.app.questions.map import charts, compute
-from binade.app.questions.map.compute import ITERATION, LAYER, MapRow
+from binade.app.questions.map import charts
+from binade.app.questions.map.compute import MapRow
 from binade.app.questions.map.panel import panel
 from binade.app.questions.map.question import (
     ACROSS,
@@ -25,6 +26,7 @@ from binade.app.questions.map.question import (
     Map,
     against_normal,
     columns_of,
+    extra_of,
     headline_of,
     map_of,
     places,
@@ -73,7 +75,7 @@ def _show(opened: Catalog, view: View, reading: Reading) -> None:
     if st.session_state.pop("map_pinned", False) or now.changed(cell=None) != view.changed(cell=None):
         address.redraw()
     view = now
-    values = {name: reading.values[name] for name in MAP.uses}
+    values = {name: reading.values[name] for name in MAP.uses if name not in MAP.selects}
     where = reading.scope.where if reading.scope else reading.where
     key = (where, repr(sorted(values.items(), key=str)), opened.versions(where.run_id))
     pool = pool_of(opened, MAP, where, values)
@@ -85,7 +87,7 @@ def _show(opened: Catalog, view: View, reading: Reading) -> None:
     st.session_state[layout.SCOPE] = Scope.of(opened, reading.where, used_by(map_), reading.values["format"])
     if map_.left_out:
         st.caption(map_.left_out)
-    cell = _chosen(map_, next(iter(view.params.get("cell", ())), ""))
+    cell = map_.chosen(next(iter(view.params.get("cell", ())), ""))
     fmt = reading.values["format"] or ""
     shown = None
     if cell is not None:
@@ -118,6 +120,7 @@ def _show(opened: Catalog, view: View, reading: Reading) -> None:
     if st.session_state.pop("pin_first", False):  # the key p
         pin()
         address.redraw()
+    _show_extra(opened, view, map_, cell, key)
     with st.container(horizontal=True, vertical_alignment="center", gap="medium"):
         tables = st.toggle("As a chart and tables, to save them", key="map_tables")
         for control in MAP.controls_of(layout.selected_of(opened, reading), reading.values):
@@ -128,6 +131,18 @@ def _show(opened: Catalog, view: View, reading: Reading) -> None:
             show_items.draw(chart, pin=False)
         layout.open_tensor(show_items.table(places(map_)), view)
         show_items.table(Table("kinds", map_.kinds, columns_of(map_)))
+
+
+def _show_extra(opened: Catalog, view: View, map_: Map, cell: pd.Series | None, key: tuple[Any, ...]) -> None:
+    """What the measure draws below the map."""
+    name = None if cell is None else _name(cell, map_.across)
+    match opened.kept(("map extra", name, key), lambda: extra_of(map_, cell)):
+        case Figure() as figure:
+            layout.open_tensor(show_items.draw(figure, view=view), view)
+        case Table() as table:
+            show_items.table(table)
+        case Text() as text:
+            layout.show_text(text)
 
 
 def _across() -> None:
@@ -144,12 +159,6 @@ def _to_iteration() -> None:
 
 def _name(cell: pd.Series, across: str) -> str:
     return cell_name(str(cell["row"]), int(cell[across]))
-
-
-def _chosen(map_: Map, name: str) -> pd.Series | None:
-    """The cell of this name."""
-    named = map_.table[map_.cells == name]
-    return named.iloc[0] if len(named) else None
 
 
 def _data(opened: Catalog, map_: Map) -> dict[str, Any]:
@@ -179,7 +188,7 @@ def _data(opened: Catalog, map_: Map) -> dict[str, Any]:
         "of": map_.of,
         "columns": columns,
         "blocks": blocks,
-        "legend": charts.legend(measure, table["value"], map_.diverging),
+        "legend": charts.legend(map_.color, measure, table["value"], bool(map_.against)),
         "across": map_.across,
         **_exceptions(opened, map_),
         "iterations": _iterations(opened, map_),
@@ -193,9 +202,9 @@ def _group(row: MapRow) -> str:
 
 def _between(cell: dict[Any, Any], map_: Map) -> str:
     """The interval of a cell, in words; "" if it has none."""
-    if pd.isna(cell["low"]) or (cell["tensors"] < 2 and map_.measure.key not in compute.OVER_SEQUENCES):
+    if pd.isna(cell["low"]) or (cell["tensors"] < 2 and not map_.color.interval):
         return ""
-    word = compute.OVER_SEQUENCES.get(map_.measure.key, "10th to 90th percentile")
+    word = map_.color.interval or "10th to 90th percentile"
     return f"{map_.measure.text(cell['low'])} to {map_.measure.text(cell['high'])}, {word}"
 
 

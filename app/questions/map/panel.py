@@ -10,7 +10,8 @@ import numpy as np
 import pandas as pd
 
 from binade.app.budget import BudgetError
-from binade.app.questions.map import charts, compute
+from binade.app.measures.map_measure import LAYER
+from binade.app.questions.map import charts
 from binade.app.questions.map.compute import MapRow
 from binade.app.questions.map.question import Map
 from binade.app.questions.shared.families import differences
@@ -36,7 +37,7 @@ def panel(opened: Catalog, map_: Map, cell: pd.Series, fmt: str) -> dict[str, An
     if fmt == USED:
         fmt = "" if used.empty else str(used["format"].iloc[0])
     scores, used = (part[part["format"] == fmt] for part in (scored, used))
-    word = "L" if map_.across == compute.LAYER else "iteration "
+    word = "L" if map_.across == LAYER else "iteration "
     expert = "" if pd.isna(row["expert"]) else str(row["expert"])
     name = charts.label(MapRow(str(cell["gemm"]), str(cell["product"]), str(cell["tensor"]), expert))
     tensors = int(cell["tensors"])
@@ -68,7 +69,7 @@ def _format(score: dict[Any, Any], fmt: str) -> dict[str, Any]:
 
 def _facts(map_: Map, cell: pd.Series, row: pd.Series, scores: pd.DataFrame) -> list[list[str]]:
     name = f"{map_.measure.label}, difference" if map_.against else map_.measure.label
-    name = f"{name}, median" if cell["tensors"] > 1 and map_.measure.key not in compute.OVER_SEQUENCES else name
+    name = f"{name}, median" if cell["tensors"] > 1 and not map_.color.interval else name
     facts = {name: str(cell["label"])}
     for name in ("sqnr_db", "flushed_error_share", "saturated_error_share") if len(scores) else ():
         facts.setdefault(MEASURES[name].label, MEASURES[name].quantity(float(scores[name].iloc[0])))

@@ -12,11 +12,16 @@ import pandas as pd
 from binade.app import style
 from binade.app.budget import BudgetError
 from binade.app.control import Control
-from binade.app.figure import Column, Drawn, Figure, Table, source
+from binade.app.figure import Column, Drawn, Figure, Table, Text, source
 from binade.app.formatting import evenly
+from binade.app.measures import loss_change
+from binade.app.measures.map_measure import ITERATION, LAYER, CellQuery, MapMeasure
+from binade.app.measures.parity_change import PARITY, parity_of
+from binade.app.measures.registry import MAP_MEASURES
+from binade.app.measures.values import ERRORS, computed
 from binade.app.params import AnyText, One, in_format
 from binade.app.questions.map import charts, compute
-from binade.app.questions.map.compute import EFFECT, ITERATION, LAYER, LOSS_CHANGE, PARITY, RESULT, MapRow
+from binade.app.questions.map.compute import MapRow
 from binade.app.questions.map.standing_out import Headline, broken, cause_of, headline
 from binade.app.questions.question import Question
 from binade.app.questions.shared import board_charts
@@ -26,19 +31,17 @@ from binade.app.questions.shared.runs import every_run
 from binade.app.questions.shared.scope import OF_RUNS, Used, scope_of, scoped, unrounded
 from binade.app.questions.shared.selection import Selection
 from binade.app.questions.shared.unscaled import with_scale
-from binade.app.style import MEASURES
 from binade.data import evidence
 from binade.data.catalog import USED, Catalog
 from binade.data.evidence import Measure, Sentence
 from binade.data.filter import Filter
 from binade.data.reliability import PREDICTION
 from binade.data.run_table import OF_MODEL
-from binade.data.text import counted
 from binade.quant.normal import VS_NORMAL, normal_sqnr
 from binade.quant.specs import Spec
 
 MOST_COLUMNS = 240
-OF_FORMAT = (*compute.ERRORS, LOSS_CHANGE, EFFECT, compute.SPREAD)
+LOSS_CHANGE = "loss_change"
 ACROSS = Control(
     name="across", label="Columns", param=One((LAYER, ITERATION)), titles={LAYER: "layers", ITERATION: "iterations"},
     row="map",
@@ -58,25 +61,33 @@ def _routed(opened: Catalog, where: Filter | None = None) -> list[str]:
 @dataclass(frozen=True)
 class Map:
     """
-    where       the run and the iterations that are shown
-    measure     the metric; fmt: the format, "" if the metric does not depend on one
-    across      what the columns are: layer_index or iteration
+    color       what it shows; measure: the same as its values are written
+    query       of the cells: the run and the iterations that are shown, the format, and what the columns are
     table       `compute.cells` with row, shade and label, of the difference where the scope has another format or run
     rows        in order
     against     what it is compared with, in words; "" for none
-    experts     the module whose experts have rows of their own, or ""
     left_out    which iterations are shown, if these are too many for columns; what was computed, not recorded
     """
 
-    where: Filter
+    color: MapMeasure
     measure: Measure
-    fmt: str
-    across: str
+    query: CellQuery
     table: pd.DataFrame
     rows: list[MapRow]
     against: str = ""
-    experts: str = ""
     left_out: str = ""
+
+    @property
+    def where(self) -> Filter:
+        return self.query.where
+
+    @property
+    def fmt(self) -> str:
+        return self.query.format
+
+    @property
+    def across(self) -> str:
+        return self.query.across
 
     @property
     def cells(self) -> pd.Series:
@@ -87,6 +98,11 @@ class Map:
         """The worst tensor of a cell and its GEMM, as parameters of a page on one tensor."""
         named = self.table.loc[self.cells == cell, ["tensor_id", "gemm"]]
         return operand(None, None) if named.empty else operand(*named.iloc[0])
+
+    def chosen(self, name: str) -> pd.Series | None:
+        """The cell of this name."""
+        named = self.table[self.cells == name]
+        return named.iloc[0] if len(named) else None
 
     @property
     def title(self) -> str:
@@ -100,12 +116,12 @@ class Map:
     @property
     def of(self) -> str:
         """What its cells are of."""
-        return compute.of(self.measure.key)
+        return self.color.of
 
     @property
     def diverging(self) -> bool:
         """Whether colors go from better to worse than 0."""
-        return bool(self.against) or self.measure.key in style.AGAINST_ZERO
+        return bool(self.against) or self.color.neutral is not None
 
     @cached_property
     def kinds(self) -> pd.DataFrame:
@@ -130,78 +146,77 @@ class Map:
 def within(opened: Catalog, where: Filter, values: Mapping[str, Any]) -> Filter:
     """A predicted loss change is that of a run that rounds nothing."""
     where = unrounded(opened, where) if values["metric"] == LOSS_CHANGE else where
-    apart = (ITERATION,) if values["across"] == ITERATION else ()
+    every = values["across"] == ITERATION or MAP_MEASURES[values["metric"]].history
+    apart = (ITERATION,) if every else ()
     return scoped(opened, where, apart, scored=True)
 
 
 def map_of(opened: Catalog, where: Filter, values: dict[str, Any]) -> Map | str:
     """The map of these parameters, or the reason why there is none. where: of `within`."""
-    metric, across = values["metric"], values["across"]
-    measure, fmt = MEASURES[metric], values["format"] if values["metric"] in OF_FORMAT else ""
-    if metric in OF_FORMAT and not fmt:
+    color, across = MAP_MEASURES[values["metric"]], values["across"]
+    measure, fmt = color.measure, values["format"] if color.of_format else ""
+    if color.of_format and not fmt:
         return "No operand is scored in any format. Choose a statistic of the values, such as absmax, as metric."
-    if metric == LOSS_CHANGE and across == ITERATION:
-        return "The predicted loss change is a sum over a recording, not shown by iteration."
-    if metric in (EFFECT, PARITY) and across == ITERATION:
-        return f"The {measure.inline} is that of one set of weights, not shown by iteration."
-    left_out = ""
+    if across not in color.across:
+        by = "iteration" if across == ITERATION else "layer"
+        return f"The {measure.inline} {color.not_across}, not shown by {by}."
+    left_out, columns = "", tuple[int, ...]()
     if across == ITERATION:
         recorded = sorted(opened.distinct((ITERATION,), where)[ITERATION].dropna().astype(int))
         if len(recorded) > MOST_COLUMNS:
-            where = replace(where, iteration=tuple(evenly(recorded, MOST_COLUMNS)))
+            columns = tuple(evenly(recorded, MOST_COLUMNS))
+            where = where if color.history else replace(where, iteration=columns)
             left_out = f"{MOST_COLUMNS} of {len(recorded):,} recorded iterations are shown, spread evenly."
-    experts = values["experts"] if values["experts"] != "none" else ""
-    cells = _cells(opened, where, fmt, metric, across, experts)
+    query = CellQuery(opened, where, fmt, across, values["experts"] if values["experts"] != "none" else "")
+    cells = _cells(color, query)
     if isinstance(cells, str):
         return cells
     table, said = cells
+    table = table[table[ITERATION].isin(columns)].reset_index(drop=True) if columns else table
     if table.empty:
-        return _nothing(opened, where, metric, fmt)
+        return color.nothing(opened, where, fmt)
     if table["value"].isna().all():
         if table["broken"].any():
-            return str(broken(table, compute.rows_of(table), across, compute.of(metric)))
+            return str(broken(table, compute.rows_of(table), across, color.of))
         return f"{measure.label} is not known for any of these tensors: choose another metric, such as absmax."
     against = values["versus"] or ""
     if against:
-        other = _other(opened, where, fmt, metric, against)
+        other = _other(query, color, against)
         if isinstance(other, str):
             return other
-        other_where, other_fmt, against = other
-        reference = _cells(opened, other_where, other_fmt, metric, across, experts)
+        other_query, against = other
+        reference = _cells(color, other_query)
         if isinstance(reference, str):
             return reference
         table = compute.difference(table, reference[0], across, measure)
         said = " ".join(dict.fromkeys(filter(None, (said, reference[1]))))
-        if table.empty and fmt == USED == other_fmt:
+        if table.empty and fmt == USED == other_query.format:
             scored = ", ".join(opened.formats_used(where))
             return f"The run {against} rounds none of these operands. Choose a format to compare both in: {scored}."
         if table.empty:
             return f"{measure.label} is not known for {against} in any of these cells."
     table = compute.with_rows(table)
-    table = table.assign(shade=charts.shade(table["value"], measure, bool(against) or metric in style.AGAINST_ZERO))
+    table = table.assign(shade=charts.shade(table["value"], color, bool(against)))
     signed = replace(measure.with_sign(), log=False) if against else measure
     label = table["value"].map(signed.quantity)
     table = table.assign(label=label.mask(table["value"].isna() & (table["broken"] > 0), "NaN or Inf"))
-    return Map(
-        where, signed, fmt, across, table, compute.rows_of(table), against, experts, f"{left_out} {said}".strip()
-    )
+    return Map(color, signed, query, table, compute.rows_of(table), against, f"{left_out} {said}".strip())
 
 
-def _cells(
-    opened: Catalog, where: Filter, fmt: str, metric: str, across: str, experts: str
-) -> tuple[pd.DataFrame, str] | str:
+def _cells(color: MapMeasure, query: CellQuery) -> tuple[pd.DataFrame, str] | str:
     """(the cells as recorded, or else computed from the values; what was computed), or why there are none."""
-    table = compute.cells(opened, where, fmt, metric, across, experts)
-    if metric == PARITY and not table.empty:
-        _, run_parity = compute.parity_of(opened, where)
+    metric, fmt = color.measure.key, query.format
+    table = compute.cells(metric, query)
+    if color is PARITY and not table.empty:
+        _, run_parity = parity_of(query.opened, query.where)
         assert run_parity
         return table, f"Rollout {run_parity[1].rollout}, training {run_parity[1].training}: {run_parity[0]}."
-    if not table.empty or metric not in compute.ERRORS or fmt == USED:
+    if not table.empty or metric not in ERRORS or fmt == USED:
         return table, ""
     if problem := NOT_RECORDED.problem(Spec.of(fmt)):
         return table, problem
     try:
-        table, tensors = compute.computed(opened, where, fmt, metric, across, experts)
+        table, tensors = computed(metric, query)
     except BudgetError as error:
         return f"Nothing was scored in {fmt} when it was recorded. {error} Or record with --scores {fmt}."
     return table, f"Not scored in {fmt} when recorded: computed from {tensors:,} tensors on disk."
@@ -209,83 +224,23 @@ def _cells(
 
 def _rounds(opened: Catalog, where: Filter, values: Mapping[str, Any]) -> bool:
     """Whether a map is computed from the values on disk."""
-    if values["metric"] not in compute.ERRORS:
+    if values["metric"] not in ERRORS:
         return False
     formats = {values["format"], values["versus"]} - {None, *opened.runs()["run_id"]}
     return not formats <= {*opened.scored_formats(where)}
 
 
-def _other(opened: Catalog, where: Filter, fmt: str, metric: str, against: str) -> tuple[Filter, str, str] | str:
-    """(the filter, the format and the name of what the map is compared with), or why that is not possible. What the
-    filter says of the run itself, such as its recipe, does not apply to another run."""
-    runs = every_run(opened).set_index("run_id")["label"]
+def _other(query: CellQuery, color: MapMeasure, against: str) -> tuple[CellQuery, str] | str:
+    """(the query and the name of what the map is compared with), or why that is not possible. What the filter says of
+    the run itself, such as its recipe, does not apply to another run."""
+    runs = every_run(query.opened).set_index("run_id")["label"]
     if against in runs.index:
-        return replace(where.without(*OF_MODEL, *OF_RUNS), run_id=(against,)), fmt, str(runs[against])
-    if metric not in OF_FORMAT:
-        return f"{MEASURES[metric].label} does not depend on a format: compare with another run."
+        where = replace(query.where.without(*OF_MODEL, *OF_RUNS), run_id=(against,))
+        return replace(query, where=where), str(runs[against])
+    if not color.of_format:
+        return f"{color.measure.label} does not depend on a format: compare with another run."
     other = str(Spec.of(against))
-    return where, other, other
-
-
-def _nothing(opened: Catalog, where: Filter, metric: str, fmt: str) -> str:
-    """Why a map is empty, and what to do."""
-    if metric == compute.TENSOR_SCALE:
-        return "No operand was rounded with one scale for the whole tensor: choose a run of a recipe that does so."
-    if metric == RESULT:
-        return (
-            "No result of a quantized GEMM was measured: choose a quantized run recorded with “result” under Also "
-            "measured (--measures result)."
-        )
-    if metric in OF_FORMAT and metric != compute.SPREAD and fmt == USED:
-        return _nothing_used(opened, where)
-    if metric == compute.SPREAD:
-        return (
-            f"No block scales were measured {in_format(fmt)}: choose a format with block scales, and a run recorded "
-            "with “blocks” under Also measured (--measures blocks)."
-        )
-    if metric == LOSS_CHANGE:
-        return (
-            f"No gradient was recorded for operands that are scored in {fmt}: record a run with a backward pass and "
-            "with “loss” under Also measured (--measures loss)."
-        )
-    if metric == EFFECT:
-        return (
-            f"No effect was measured in {fmt} for a model with these weights: binade measure --by site --formats {fmt}."
-        )
-    if metric == PARITY:
-        return (
-            "No parity of single products was measured for a model with these weights: binade parity --rollout mxfp4 "
-            "--by site."
-        )
-    formats = ", ".join(opened.scored_formats(where))
-    if metric in compute.ERRORS and formats:
-        return f"The operands are scored in {formats}, not in {fmt}, and have no values on disk to round to it."
-    operands = int(opened.operands(where)["tensors"].sum())
-    if metric in compute.ERRORS and operands:
-        return (
-            f'The {operands:,} selected operands were recorded with scores=() or --scores "": none is scored. Choose a '
-            "statistic of the values, such as absmax, as metric."
-        )
-    return f"The filter selects no operand of a GEMM: {where.sentence()}."
-
-
-def _nothing_used(opened: Catalog, where: Filter) -> str:
-    """Why no operand has an error as used, by the rows of the tensors: of one with NaN or Inf there is none."""
-    condition, parameters = opened.condition(where)
-    known = opened.ask(
-        "SELECT count(*) AS rounded, count(*) FILTER (isnan(sqnr_db) AND nans + infs > 0) AS broken FROM tensor"
-        f" WHERE format IS NOT NULL AND {condition}",
-        parameters,
-    )
-    rounded, broken = (int(known[name].iloc[0]) for name in ("rounded", "broken"))
-    if broken:
-        return (
-            f"{broken:,} of {counted(rounded, 'rounded operand')} hold NaN or Inf and have no error: choose an earlier "
-            "iteration, or a statistic of the values, such as absmax, as metric."
-        )
-    if rounded:
-        return f"{counted(rounded, 'operand')} were rounded, without a recorded error: choose a format instead."
-    return "None of these operands was rounded when it was recorded: choose a format instead of “as used”."
+    return replace(query, format=other), other
 
 
 def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
@@ -295,14 +250,13 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
         return Drawn(problems=(map_,))
     measure, scope = map_.measure, scope_of(opened, map_.where)
     title = style.title(map_.title, f"{scope} · {len(map_.table):,} cells")
-    several = "the mean over sequences of their sum" if measure.key == LOSS_CHANGE else "their median"
-    several = "" if measure.key in (EFFECT, PARITY) else f"; of several tensors in a cell, {several}"
+    several = map_.color.several and f"; of several tensors in a cell, {map_.color.several}"
     definition = f"{measure.label}: {measure.definition}{several}."
-    if measure.key in compute.ERRORS:
+    if measure.key in ERRORS:
         definition += " A tensor that two GEMMs take is an operand of each, and has a cell in each."
     figure = Figure(
         "map",
-        charts.atlas(map_.table, map_.rows, map_.across, measure, map_.diverging, title, map_.of),
+        charts.atlas(map_.table, map_.rows, map_.across, map_.color, measure, bool(map_.against), title),
         map_.table.drop(columns=["shade"]),
         f"{source(map_.where, f'{len(map_.table):,} cells')}\n{definition}",
         note=definition,
@@ -311,12 +265,19 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     answer = verdict(opened, map_)
     tables = places(map_), Table("kinds", map_.kinds, columns_of(map_))
     left_out = (map_.left_out,) * bool(map_.left_out)
-    return Drawn((figure, ranked(map_, scope), *tables), answer, left_out, used_by(map_))
+    extra = extra_of(map_, map_.chosen(values["cell"] or ""))
+    items = (figure, *([extra] if extra else []), ranked(map_, scope), *tables)
+    return Drawn(items, answer, left_out, used_by(map_))
+
+
+def extra_of(map_: Map, cell: pd.Series | None) -> Figure | Table | Text | None:
+    """What the measure draws below the map. cell: the one that is selected."""
+    return map_.color.extra(map_.query, cell) if map_.color.extra and not map_.against else None
 
 
 def used_by(map_: Map) -> Used:
     """Each cell is an operand of a GEMM: a tensor that two GEMMs take has two."""
-    alone = bool((map_.table["tensors"] == 1).all()) and map_.measure.key not in compute.OVER_SEQUENCES
+    alone = bool((map_.table["tensors"] == 1).all()) and not map_.color.interval
     return Used(map_.where, ((len(map_.table), map_.of if alone else "cell"),))
 
 
@@ -384,7 +345,7 @@ def against_normal(opened: Catalog, map_: Map) -> pd.DataFrame:
     if map_.measure.key == VS_NORMAL:
         return map_.table
     if map_.fmt == USED:
-        return compute.with_rows(compute.cells(opened, map_.where, USED, VS_NORMAL, map_.across, map_.experts))
+        return compute.with_rows(compute.cells(VS_NORMAL, map_.query))
     return map_.table.assign(value=map_.table["value"].astype(float) - normal_sqnr(map_.fmt))
 
 
@@ -400,7 +361,7 @@ def _verdict(opened: Catalog, map_: Map) -> Sentence:
     said = headline_of(opened, map_)
     if said is None:
         predicted = measure.key == LOSS_CHANGE and not map_.against
-        if predicted and (doubt := compute.doubt(opened, map_.where, map_.fmt)):
+        if predicted and (doubt := loss_change.doubt(opened, map_.where, map_.fmt)):
             return evidence.together(doubt, PREDICTION)
         items = [(str(row["kind"]), evidence.spread(measure, row, of)) for row in map_.kinds.to_dict("records")]
         named = evidence.extreme(items, f"median {map_.title}", lowest=measure.low_is_bad)
@@ -409,7 +370,8 @@ def _verdict(opened: Catalog, map_: Map) -> Sentence:
     scaled = None if map_.fmt == USED else with_scale(map_.fmt)
     if scaled and str(scaled) in opened.scored_formats(map_.where) and len(map_.kinds):
         worst = map_.kinds.iloc[0]
-        same = compute.kinds(compute.cells(opened, map_.where, str(scaled), measure.key, map_.across))
+        query = replace(map_.query, format=str(scaled), expanded="")
+        same = compute.kinds(compute.cells(measure.key, query))
         same = same[same["kind"] == worst["kind"]]
         if len(same):
             text = "With a tensor scale, {spec}, {kind} has {value}{than}."
@@ -437,9 +399,10 @@ MAP = Question(
     draw=draw,
     controls=(ACROSS, EXPERTS),
     narrow=_controls,
-    as_used=lambda values: values["metric"] not in (LOSS_CHANGE, EFFECT),
+    as_used=lambda values: MAP_MEASURES[values["metric"]].as_used,
     within=within,
     scoped=("metric", "format", "versus"),
+    takes={"cell": lambda opened: AnyText()},  # what is drawn below the map may be of one
     selects={"cell": lambda opened: AnyText()},
     rounds=_rounds,
     of_runs=True,

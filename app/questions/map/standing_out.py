@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import pandas as pd
 
+from binade.app.measures.map_measure import LAYER
 from binade.app.questions.map.charts import label
-from binade.app.questions.map.compute import LAYER, MapRow, with_rows
+from binade.app.questions.map.compute import MapRow, with_rows
 from binade.app.style import MEASURES
 from binade.data import evidence
 from binade.data.catalog import USED

@@ -45,22 +45,6 @@ def color_scale(shown: pd.DataFrame, measure: Measure) -> dict[str, Any]:
     return ramp | {"type": scale_type(shown, measure)}
 
 
-LEGEND_LAYERS = 10
-
-
-def lines_by_layer(table: pd.DataFrame, title: str, subtitle: str | list[str], **more: Any) -> Chart:
-    """One line per layer, in the order of their colors, named at their ends or in a legend of LEGEND_LAYERS layers at
-    most. more: as of `plot.mark`."""
-    shown = table.assign(layer=table["layer_index"].astype(int))
-    layers = sorted(shown["layer"].unique().tolist())
-    colors = dict(zip(layers, style.ordered_colors(len(layers)), strict=True))
-    named = layers[:: -(-len(layers) // LEGEND_LAYERS)]
-    legend = {"title": "layer", "orient": "right", "symbolType": "stroke", "values": named}
-    color = plot.named("layer:O", colors, legend if len(layers) > 1 else None)
-    lines = plot.mark("line", shown, color=color, point=45, **more)
-    return plot.layers(title, subtitle, style.labelled(lines, layers, {layer: f"layer {layer}" for layer in layers}))
-
-
 def axis_domain(figures: pd.Series, measure: Measure) -> list[float]:
     """From 0, with room for the labels of the bars, but no share above 100%."""
     low, high = figures.min(), figures.max()
@@ -93,14 +77,3 @@ def ranking(table: pd.DataFrame, measure: Measure, title: str, subtitle: str | l
 def ranking_height(table: pd.DataFrame) -> int:
     """Height of a ranking in pixels."""
     return 150 + 24 * min(len(table), BARS)
-
-
-def by_iteration(table: pd.DataFrame, measure: Measure, title: str, subtitle: str | list[str]) -> Chart:
-    """Chart of values by iteration and layer: one line per layer."""
-    shown = with_labels(table, measure).dropna(subset=["figure"])
-    y = plot.y("figure", measure.axis, log=scale_type(shown, measure) == "log", zero=False)
-    tips = plot.tips(layer="layer", iteration="iteration", label=measure.axis, tensors=("tensors", ","))
-    return lines_by_layer(
-        shown, title, subtitle, x=plot.iterations(nice=False, padding=16), y=y, tips=tips, choose="tensor_id",
-        only=["layer_index"],
-    )  # fmt: skip

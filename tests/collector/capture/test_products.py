@@ -12,7 +12,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from binade import collector
-from binade.app.questions.map.compute import cells, computed
+from binade.app.measures.map_measure import CellQuery
+from binade.app.measures.values import computed
+from binade.app.questions.map.compute import cells
 from binade.collector import coverage, instrument
 from binade.collector.advice.advice import AdviceRequest, advise
 from binade.collector.advice.costs import costs
@@ -335,8 +337,8 @@ def test_the_map_and_the_advice_know_products(tmp_path):
             logits.square().mean().backward()
     with Catalog.open(tmp_path) as catalog:
         where, by = Filter(module=("mixer", "mixer.1")), ["gemm", "product", "tensor", "layer_index"]
-        recorded = cells(catalog, where, "mxfp4", "sqnr_db", "layer_index").set_index(by)["value"]
-        from_values = computed(catalog, where, "mxfp4", "sqnr_db", "layer_index")[0].set_index(by)["value"]
+        recorded = cells("sqnr_db", CellQuery(catalog, where, "mxfp4")).set_index(by)["value"]
+        from_values = computed("sqnr_db", CellQuery(catalog, where, "mxfp4"))[0].set_index(by)["value"]
         recipe = advise(costs(catalog, parts=("product",)), AdviceRequest(6)).recipe("mine")
     assert len(recorded) == 3 * 2 * 2 * 2  # GEMMs, operands, products, layers
     assert from_values.to_dict() == pytest.approx(recorded.to_dict())

@@ -1,0 +1,52 @@
+"""What rounding a product as for a rollout changes of the log-probabilities, as `binade parity` measured it."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pandas as pd
+
+from binade.app.measures.cells import PRODUCT, of_products, products
+from binade.app.measures.map_measure import LAYER, CellQuery, MapMeasure
+from binade.data.catalog import Catalog
+from binade.data.fields import MEASURES
+from binade.data.filter import Filter
+from binade.data.parity_results import Parity, read_parity
+from binade.data.runs import RunError
+
+
+def cells(query: CellQuery) -> pd.DataFrame:
+    """Of the newest parity of the same model that has single products."""
+    known, run_parity = parity_of(query.opened, query.where)
+    rows = [
+        (gap.part, gap.layer_index, gap.module, gap.change.value, gap.change.value - gap.change.low, len(gap.changes))
+        for gap in (run_parity[1].gaps if run_parity else ())
+        if gap.is_product and gap.is_whole
+    ]
+    values = pd.DataFrame(rows, columns=[*PRODUCT, "value", "margin", "sequences"])
+    return of_products(known, values.astype({"layer_index": "Int32"}))
+
+
+def parity_of(catalog: Catalog, where: Filter) -> tuple[pd.DataFrame, tuple[str, Parity] | None]:
+    """(the products of the selection, the newest parity of the same model with single products and its run)."""
+    known = products(catalog, where)
+    for run_id in catalog.parities({run for runs in known["runs"] for run in runs}):
+        with suppress(RunError, OSError):  # the index names damaged files
+            parity = read_parity(catalog.root / run_id)
+            if parity and any(gap.is_product for gap in parity.gaps):
+                return known, (run_id, parity)
+    return known, None
+
+
+def _nothing(opened: Catalog, where: Filter, fmt: str) -> str:
+    return (
+        "No parity of single products was measured for a model with these weights: binade parity --rollout mxfp4 "
+        "--by site."
+    )
+
+
+PARITY = MapMeasure(
+    measure=MEASURES["parity_change"], cells=cells, nothing=_nothing, recorded=lambda opened: bool(opened.parities()),
+    of="result", across=(LAYER,), not_across="is that of one set of weights", several="",
+    interval="95% interval over sequences",
+)  # fmt: skip

@@ -1,0 +1,31 @@
+"""All measures, in the order of the list of colors."""
+
+from __future__ import annotations
+
+from binade.app.measures.blocks import OF_BLOCKS
+from binade.app.measures.channels import HOT_RATIO, OUTLIER_PERSISTENCE
+from binade.app.measures.effect import EFFECT
+from binade.app.measures.gradients import GRADIENT_TO_NOISE
+from binade.app.measures.loss_change import LOSS_CHANGE
+from binade.app.measures.map_measure import MapMeasure
+from binade.app.measures.parity_change import PARITY
+from binade.app.measures.results import RESULT, RESULT_GAIN
+from binade.app.measures.values import OF_ERRORS, OF_STATISTICS, OF_TENSOR_SCALE
+from binade.app.measures.weights import EDGE_EXCESS, OSCILLATING
+from binade.data.catalog import Catalog
+from binade.data.fields import MEASURES
+
+_ALL = (
+    *OF_ERRORS, LOSS_CHANGE, EFFECT, PARITY, RESULT, RESULT_GAIN, *OF_BLOCKS, OUTLIER_PERSISTENCE, HOT_RATIO,
+    OSCILLATING, EDGE_EXCESS, GRADIENT_TO_NOISE, OF_TENSOR_SCALE, *OF_STATISTICS,
+)  # fmt: skip
+MAP_MEASURES: dict[str, MapMeasure] = {one.measure.key: one for one in _ALL}
+DEFINED = MEASURES | {name: one.measure for name, one in MAP_MEASURES.items()}
+"""All that has a definition, by name."""
+
+
+def recorded_measures(opened: Catalog) -> list[str]:
+    """The names of the measures that a root has data for."""
+    return opened.kept(
+        "recorded measures", lambda: [name for name, one in MAP_MEASURES.items() if one.recorded(opened)]
+    )
