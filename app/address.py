@@ -72,8 +72,17 @@ def write(view: View, reading: Reading | None = None) -> None:
 def _without_selected(view: View) -> View:
     """The view without the parameters on which its run, iteration and format do not depend."""
     part = PAGES[view.page].parts.get(view.part)
-    names = (*part.question.selects, *part.question.at_once) if part and part.question else ()
+    names = [name for each in (part.room if part else ()) for name in (*each.selects, *each.at_once)]
     return view.changed(**dict.fromkeys(names))
+
+
+def followed(view: View) -> View:
+    """The view that is shown now, for a fragment that was drawn for `view`. If more than what is selected in the answer
+    has changed since, the whole page is drawn again."""
+    now = shown() or view
+    if _without_selected(now) != _without_selected(view):
+        st.rerun()
+    return now
 
 
 def left_open(view: View, reading: Reading) -> dict[str, list[str]]:

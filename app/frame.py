@@ -11,7 +11,7 @@ import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
 
 from binade.app import address
-from binade.app.bar import bar, explain_nothing
+from binade.app.bar import bar, explain_nothing, selects
 from binade.app.formatting import plain
 from binade.app.pages.registry import PAGES, PagePart
 from binade.app.params import read
@@ -90,12 +90,13 @@ def _show_part(part: PagePart, view: View, opened: Catalog) -> None:
         redraw_on_change(opened, shows, before, start)
         return
     if part.question:
-        selected = recorded and bar(opened, view, reading)
+        if recorded:
+            bar(opened, view, reading)
         scope = st.empty()  # filled once the answer is known, which says what it used
         _parts(name, view)
         if reading.gone:
             _explain_gone(view, reading.problems)
-        elif not selected and not part.question.of_fields and not part.empty:
+        elif not (part.question.of_fields or part.empty or selects(opened, reading.where)):
             explain_nothing(reading.where)
         else:
             _warn(reading.problems)

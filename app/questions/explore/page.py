@@ -71,10 +71,7 @@ def show(opened: Catalog, view: View, reading: Reading) -> None:
 @st.fragment
 def _show(opened: Catalog, view: View, reading: Reading) -> None:
     """Any change but a tick, the values or the axis draws the whole page again."""
-    now = address.shown() or view
-    others = dict.fromkeys(EXPLORE.at_once)
-    if now.changed(**others) != view.changed(**others):
-        st.rerun()
+    now = address.followed(view)
     params = {"tensor": known_tensor(opened, several=True), "values": VALUES_OF, "axis": AXIS_OF}
     chosen, _ = read(params, {name: now.params.get(name, []) for name in params})
     values = reading.values | chosen

@@ -61,18 +61,14 @@ def _component() -> Callable[..., Any]:
 
 def show(opened: Catalog, view: View, reading: Reading) -> None:
     """The map with its exceptions or the panel of a cell, and below it the questions that belong to it, folded."""
-    above = view.changed(view=None)
-    _show(opened, above, reading if reading.question is MAP else above.read(opened))
+    _show(opened, view, reading if reading.question is MAP else view.changed(view=None).read(opened))
     layout.show_sections(opened, view, reading)
 
 
 @st.fragment
 def _show(opened: Catalog, view: View, reading: Reading) -> None:
     """The map and its panel. A click on a cell draws only these again, any other change the whole page."""
-    now = (address.shown() or view).changed(view=None)
-    if now.changed(cell=None) != view.changed(cell=None):
-        st.rerun()
-    view = now
+    view = address.followed(view).changed(view=None)
     values = {name: reading.values[name] for name in MAP.uses}
     where = reading.scope.where if reading.scope else reading.where
     key = (where, repr(sorted(values.items(), key=str)), opened.versions(where.run_id))
