@@ -114,6 +114,7 @@ def draw(
         card.button(label, key=f"clear_{name}", on_click=clear, args=(None,), type="tertiary", icon=CLEAR)
     if pin and st.session_state.pop("pin_first", False):  # the key p
         draft.pin(figure, view)
+        st.rerun()  # the header shows the session
     return _picked(result.selected, choose)
 
 

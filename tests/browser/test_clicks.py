@@ -8,6 +8,7 @@ import pytest
 from playwright.sync_api import Page, WebSocket
 from streamlit.proto.ForwardMsg_pb2 import ForwardMsg
 
+from binade.app.pages.registry import PAGES
 from tests.browser.driver import settle
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
@@ -48,3 +49,14 @@ def test_a_chip_opens_without_drawing_anything_but_the_bar(visit: Visit, path: s
     ends = [each.script_finished for each in messages if each.HasField("script_finished")]
     assert set(ends) == {ForwardMsg.FINISHED_FRAGMENT_RUN_SUCCESSFULLY}  # the whole page was not run
     assert set(elements(messages)) <= {"button", "selectbox", "markdown", "button_group", "empty"}
+
+
+@pytest.mark.parametrize("name", list(PAGES))
+def test_the_header_comes_before_the_page(visit: Visit, name: str):
+    """As the server sends it, so also while an answer is computed."""
+    messages = heard(visit(f"/{name}"))
+    sent = elements(messages)
+    assert sent.count("page_link") >= len(PAGES)
+    links = [at for at, element in enumerate(sent) if element == "page_link"][: len(PAGES)]
+    palette = sent.index("bidi_component")
+    assert links[-1] < palette < sent.index("heading")
