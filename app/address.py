@@ -87,12 +87,10 @@ def followed(view: View) -> View:
 
 def left_open(view: View, reading: Reading) -> dict[str, list[str]]:
     """What a view leaves open and its answer depends on, as it was resolved: format, run, iteration, tensor, GEMM."""
-    question, found = reading.question, {}
+    question = reading.question
     if question is None:
         return {}
-    if reading.scope:
-        where = reading.scope.where
-        found = {name: texts_of(getattr(where, name)) for name in ("run_id", "iteration")}
+    found = {name: texts_of(getattr(reading.within, name)) for name in ("run_id", "iteration")}
     names = [name for name in ("format", *(OPERAND if reading.question_of_tensor else ())) if name in question.uses]
     found |= {name: texts_of(reading.values[name] or None) for name in names}
     few = {name: texts for name, texts in found.items() if 0 < len(texts) <= MOST_RESOLVED}

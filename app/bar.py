@@ -79,11 +79,9 @@ def selects(catalog: Catalog, where: Filter) -> bool:
 
 def _resolved(catalog: Catalog, reading: Reading) -> Filter:
     """The filter with the runs and iterations that are shown: of a question about one tensor, those of the tensor."""
-    if reading.scope:
-        return reading.scope.where
     tensor = catalog.rows_of(texts_of(reading.values.get("tensor")) if reading.question_of_tensor else [])
     if tensor.empty:
-        return reading.where
+        return reading.within
     iterations = tuple(int(iteration) for iteration in tensor["iteration"].dropna())
     return replace(reading.where, run_id=tuple(tensor["run_id"]), iteration=iterations)
 

@@ -15,7 +15,6 @@ from binade.app.bar import bar, explain_nothing, selects
 from binade.app.formatting import plain
 from binade.app.pages.registry import PAGES, PagePart
 from binade.app.params import read
-from binade.app.questions import layout
 from binade.app.questions.shared.scope import Scope
 from binade.app.sessions import draft
 from binade.app.state import SYNC_SECONDS, catalog, explain_empty, explain_refused, redraw_on_change, redraw_when, tell
@@ -104,13 +103,8 @@ def _show_part(part: PagePart, view: View, opened: Catalog) -> None:
             explain_nothing(reading.where)
         else:
             _warn(reading.problems)
-            if reading.scope:
-                _say(scope, reading.scope)
-            else:
-                scope.caption("&nbsp;")  # its line, so that nothing moves once the answer says it
-            st.session_state.pop(layout.SCOPE, None)
-            module.show(opened, view, reading)
-            _say(scope, st.session_state.get(layout.SCOPE, reading.scope))
+            scope.caption("&nbsp;")  # its line, so that nothing moves once the answer says it
+            _say(scope, module.show(opened, view, reading))
     else:
         _parts(name, view)
         _warn(read(part.params(opened), view.params)[1])  # a tool has no filter

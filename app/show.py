@@ -88,7 +88,7 @@ def draw(
         "marked": figure.marked,
         "hidden": [axis for axis, other in beside if other and figure.axis_title(axis) == other.axis_title(axis)],
         "caption": figure.caption_svg,
-        "pin": pin and draft.shown_view() is not None and not read_only(),
+        "pin": pin and draft.can_keep() and not read_only(),
         "table": False,
         "gestures": [
             text

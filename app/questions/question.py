@@ -61,7 +61,7 @@ class Question:
     layout       the module whose `show(catalog, view, reading)` shows it, if it is not laid out like the others
     within       the filter that the answer is computed from, with the runs and iterations that are chosen for it: a
                  function of the catalog, the user's filter and the values, see `scope.scoped`. None for a question
-                 about one tensor or about whole runs: `Drawn.used` says what the answer used
+                 about one tensor or about whole runs: `Drawn.scope` says what the answer used
     """
 
     text: str

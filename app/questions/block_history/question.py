@@ -13,7 +13,7 @@ from binade.app.params import One
 from binade.app.questions.block_history import charts, compute
 from binade.app.questions.question import Question
 from binade.app.questions.shared.event_marks import with_events
-from binade.app.questions.shared.scope import Used, scoped
+from binade.app.questions.shared.scope import Scope, scoped
 from binade.app.questions.shared.selection import Board, Of
 from binade.data import evidence
 from binade.data.evidence import SHARE, Sentence, exact, say
@@ -74,8 +74,8 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
             f"Below {compute.BAD_DB} dB", text=lambda row: SHARE.quantity(row["bad"]), align="right"
         )
     items.append(Table("block_summary", summary, columns, height=min(38 + 35 * len(summary), 420)))
-    used = Used(board.where, ((blocks, "block"),))
-    answer = Drawn(tuple(items), _verdict(table, summary, measure, board), used=used)
+    scope = Scope(board.where, ((blocks, "block"),))
+    answer = Drawn(tuple(items), _verdict(table, summary, measure, board), scope=scope)
     return with_events(answer, board.opened, board.where)
 
 

@@ -14,7 +14,7 @@ from binade.app.questions.channels import charts, compute
 from binade.app.questions.question import Question
 from binade.app.questions.shared import board_charts, layer_chart
 from binade.app.questions.shared.event_marks import with_events
-from binade.app.questions.shared.scope import Used
+from binade.app.questions.shared.scope import Scope
 from binade.app.questions.shared.selection import Selection
 from binade.app.style import MEASURES
 from binade.data.evidence import Estimate, Sentence, exact, extreme, say, spread_of, together
@@ -106,9 +106,9 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     )
     control = Controls((replace(HOT, options=list(names), titles=names),))
     items: tuple[Item, ...] = (heat, control, map_, lines)
-    used = Used(selection.where, ((len(places), "place"),))
+    scope = Scope(selection.where, ((len(places), "place"),))
     items = (*items, Table("channel_places", places, COLUMNS, choose="tensor_id"))
-    answer = Drawn(items, _verdict(overlap), used=used)
+    answer = Drawn(items, _verdict(overlap), scope=scope)
     return with_events(answer, selection.opened, selection.where)
 
 

@@ -59,26 +59,25 @@ def _component() -> Callable[..., Any]:
     return st.components.v2.component("binade_map", html='<div class="map"></div>', css=css, js=js)
 
 
-def show(opened: Catalog, view: View, reading: Reading) -> None:
+def show(opened: Catalog, view: View, reading: Reading) -> Scope | None:
     """The map with its exceptions or the panel of a cell, and below it the questions that belong to it, folded."""
-    _show(opened, view, reading if reading.question is MAP else view.changed(view=None).read(opened))
-    layout.show_sections(opened, view, reading)
+    scope = _show(opened, view, layout.first_of(opened, view, reading))
+    return layout.show_sections(opened, view, reading) or scope
 
 
 @st.fragment
-def _show(opened: Catalog, view: View, reading: Reading) -> None:
+def _show(opened: Catalog, view: View, reading: Reading) -> Scope | None:
     """The map and its panel. A click on a cell draws only these again, any other change the whole page."""
     view = address.followed(view).changed(view=None)
     values = {name: reading.values[name] for name in MAP.uses}
-    where = reading.scope.where if reading.scope else reading.where
+    where = reading.within
     key = (where, repr(sorted(values.items(), key=str)), opened.versions(where.run_id))
     pool = pool_of(opened, MAP, where, values)
     map_ = opened.kept(("map", key), lambda: map_of(opened, where, values), pool)
     if isinstance(map_, str):
         st.info(plain(map_), icon=":material/block:")
         layout.explain_absence(opened, view, reading)
-        return
-    st.session_state[layout.SCOPE] = Scope.of(opened, reading.where, used_by(map_), reading.values["format"])
+        return Scope(where).totalled(opened, reading.where)
     if map_.left_out:
         st.caption(map_.left_out)
     cell = _chosen(map_, next(iter(view.params.get("cell", ())), ""))
@@ -119,6 +118,7 @@ def _show(opened: Catalog, view: View, reading: Reading) -> None:
             show_items.draw(chart, pin=False)
         layout.open_tensor(show_items.table(places(map_)), view)
         show_items.table(Table("kinds", map_.kinds, columns_of(map_)))
+    return used_by(map_).totalled(opened, reading.where)
 
 
 def _across() -> None:

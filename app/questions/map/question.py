@@ -23,7 +23,7 @@ from binade.app.questions.shared import board_charts
 from binade.app.questions.shared.operands import OTHER, operand
 from binade.app.questions.shared.rounded import NOT_RECORDED
 from binade.app.questions.shared.runs import every_run
-from binade.app.questions.shared.scope import OF_RUNS, Used, scope_of, scoped, unrounded
+from binade.app.questions.shared.scope import OF_RUNS, Scope, scope_of, scoped, unrounded
 from binade.app.questions.shared.selection import Selection
 from binade.app.questions.shared.unscaled import with_scale
 from binade.app.style import MEASURES
@@ -314,10 +314,10 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     return Drawn((figure, ranked(map_, scope), *tables), answer, left_out, used_by(map_))
 
 
-def used_by(map_: Map) -> Used:
+def used_by(map_: Map) -> Scope:
     """Each cell is an operand of a GEMM: a tensor that two GEMMs take has two."""
     alone = bool((map_.table["tensors"] == 1).all()) and map_.measure.key not in compute.OVER_SEQUENCES
-    return Used(map_.where, ((len(map_.table), map_.of if alone else "cell"),))
+    return Scope(map_.where, ((len(map_.table), map_.of if alone else "cell"),))
 
 
 def ranked(map_: Map, scope: str) -> Figure:

@@ -12,7 +12,7 @@ from binade.app.questions.question import Question
 from binade.app.questions.shared import board_charts
 from binade.app.questions.shared.event_marks import with_events
 from binade.app.questions.shared.runs import references_of
-from binade.app.questions.shared.scope import Used
+from binade.app.questions.shared.scope import Scope
 from binade.app.questions.shared.selection import Board, Of
 from binade.app.style import MEASURES
 from binade.data import evidence
@@ -80,8 +80,8 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
         items += _of_gradients(board, gradients)
         counts.append((len(in_last(gradients)), "gradient"))
         verdicts.append(_of_gradients_verdict(gradients, board.format))
-    used = Used(board.where, tuple(counts))
-    answer = Drawn(tuple(items), evidence.together(*verdicts), tuple(problems), used)
+    scope = Scope(board.where, tuple(counts))
+    answer = Drawn(tuple(items), evidence.together(*verdicts), tuple(problems), scope)
     return with_events(answer, board.opened, board.where)
 
 

@@ -15,7 +15,7 @@ from binade.app.questions.question import Question
 from binade.app.questions.results import accumulation, charts, compute
 from binade.app.questions.shared import layer_chart
 from binade.app.questions.shared.runs import given_names
-from binade.app.questions.shared.scope import Used, scope_of, scoped
+from binade.app.questions.shared.scope import Scope, scope_of, scoped
 from binade.app.questions.shared.selection import Selection
 from binade.app.style import MEASURES
 from binade.data import evidence
@@ -90,8 +90,8 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     items.append(Table("results", rows, COLUMNS, note=CHOOSE, choose="result"))
     if values["result"]:
         items.append(_accumulation(opened, values["result"]))
-    used = Used(where, ((len(table), "GEMM"),))
-    return Drawn(tuple(items), _verdict(compute.by_product(results, ("gemm",))), used=used)
+    scope = Scope(where, ((len(table), "GEMM"),))
+    return Drawn(tuple(items), _verdict(compute.by_product(results, ("gemm",))), scope=scope)
 
 
 def _accumulation(opened: Catalog, result: str) -> Table | Text:
