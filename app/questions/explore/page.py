@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import pandas as pd
@@ -297,6 +297,7 @@ class _Page:
         address.change(**kept, run_id=every if len(every) > 1 else None, tensor=None, delta=None, by="run_id")
 
 
+@cache
 def _plots() -> dict[str, Any]:
     """The specifications, which hold nothing of what is drawn, with tables of one row."""
     look = plot.in_table()
