@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import streamlit as st
 
@@ -20,8 +19,12 @@ from binade.app.params import Interval, Many, Specs, Whole
 from binade.app.questions.shared.scope import Scope
 from binade.app.questions.shared.selection import Of, select
 from binade.app.view import Reading, View
+from binade.data.cache import Done
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
+
+MOMENT = 1.0  # seconds that an answer may take before its progress is shown
+T = TypeVar("T")
 
 
 def show(opened: Catalog, view: View, reading: Reading) -> Scope | None:
@@ -99,7 +102,7 @@ def show_question(opened: Catalog, view: View, reading: Reading) -> Scope | None
             used = any(reading.values[control.name] != control.param_in(opened).default for control in folded)
             with st.expander("More options", expanded=used):
                 show_controls(folded, reading.values)
-    drawn = drawn_of(opened, reading, question.slow)
+    drawn = drawn_of(opened, reading)
     if drawn is None:
         return None
     show_answer(opened, drawn, view, reading)
@@ -172,22 +175,21 @@ def _changed(name: str) -> None:
     address.change(**{name: st.session_state[name]})
 
 
-def drawn_of(opened: Catalog, reading: Reading, slow: str) -> Drawn | None:
-    """The answer; of a slow question with a progress bar and a stop button. None if the user has stopped it."""
-    if not slow:
-        return reading.draw(opened)
-    wanted = repr(reading.view)
-    if show_items.stopped(slow, wanted):
+def drawn_of(opened: Catalog, reading: Reading) -> Drawn | None:
+    """The answer; None if the user has stopped it."""
+    assert reading.question
+    return awaited(reading, lambda done: reading.draw(opened, done))
+
+
+def awaited(reading: Reading, compute: Callable[[Done], T]) -> T | None:
+    """What is computed for a view. If it takes longer than a moment, its progress is shown with a stop button. None if
+    the user has stopped it. Not for fragments: while the page is drawn, their buttons wait."""
+    assert reading.question
+    what, asked = reading.question.slow or reading.question.title, repr(reading.view)
+    if show_items.stopped(what, asked):
         return None
-    with ExitStack() as stack:
-        bar = None
-
-        def done(count: int, of: int) -> None:
-            nonlocal bar
-            bar = bar or stack.enter_context(show_items.progress(slow, wanted))
-            bar(count, of)
-
-        return reading.draw(opened, done)
+    with show_items.progress(what, asked, after=MOMENT) as done:
+        return compute(done)
 
 
 def show_answer(opened: Catalog, drawn: Drawn, view: View, reading: Reading) -> None:

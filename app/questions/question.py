@@ -46,8 +46,8 @@ class Question:
     defaults     of parameters that depend on the others: by name, a function of the catalog and the values
     selects      the same for what is selected in the answer, on which it does not depend
     at_once      parameters that the browser draws before Python hears of them: they change no run, iteration or format
-    slow         a title for the slow part of draw, "" if there is none. draw then also takes `done`, which it calls
-                 with (steps done, steps in all)
+    slow         a title for the slow part of draw, shown with its progress; "" if there is none. draw then also takes
+                 `done`, which it calls with (steps done, steps in all)
     rounds       whether draw rounds many tensors: a function of the catalog, the filter and the values
     of_runs      whether the answer also depends on how far runs are: on their losses and states
     of_fields    the fields of the filter that the answer depends on; () for all

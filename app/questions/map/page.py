@@ -41,6 +41,7 @@ from binade.app.sessions import draft
 from binade.app.style import MEASURES
 from binade.app.view import Reading, View, pool_of
 from binade.data.access import read_only
+from binade.data.cache import Done
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.names import operand_name, product_name
@@ -61,19 +62,31 @@ def _component() -> Callable[..., Any]:
 
 def show(opened: Catalog, view: View, reading: Reading) -> Scope | None:
     """The map with its exceptions or the panel of a cell, and below it the questions that belong to it, folded."""
-    scope = _show(opened, view, layout.first_of(opened, view, reading))
+    above = layout.first_of(opened, view, reading)
+    if layout.awaited(above, lambda done: _map(opened, above, done)) is None:
+        return None
+    scope = _show(opened, view, above)
     return layout.show_sections(opened, view, reading) or scope
+
+
+def _key(opened: Catalog, reading: Reading) -> tuple[Any, ...]:
+    """What the map depends on."""
+    values = sorted(((name, reading.values[name]) for name in MAP.uses), key=str)
+    return reading.within, repr(values), opened.versions(reading.within.run_id)
+
+
+def _map(opened: Catalog, reading: Reading, step: Done | None = None) -> Map | str:
+    values = {name: reading.values[name] for name in MAP.uses}
+    pool = pool_of(opened, MAP, reading.within, values)
+    request = "map", _key(opened, reading)
+    return opened.kept(request, lambda: map_of(opened, reading.within, values), pool, step)
 
 
 @st.fragment
 def _show(opened: Catalog, view: View, reading: Reading) -> Scope | None:
     """The map and its panel. A click on a cell draws only these again, any other change the whole page."""
     view = address.followed(view).changed(view=None)
-    values = {name: reading.values[name] for name in MAP.uses}
-    where = reading.within
-    key = (where, repr(sorted(values.items(), key=str)), opened.versions(where.run_id))
-    pool = pool_of(opened, MAP, where, values)
-    map_ = opened.kept(("map", key), lambda: map_of(opened, where, values), pool)
+    where, key, map_ = reading.within, _key(opened, reading), _map(opened, reading)
     if isinstance(map_, str):
         st.info(plain(map_), icon=":material/block:")
         layout.explain_absence(opened, view, reading)
