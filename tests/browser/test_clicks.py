@@ -46,8 +46,7 @@ def test_a_chip_opens_without_drawing_anything_but_the_bar(visit: Visit, path: s
     page.locator("[class*=st-key-field_] button:visible").first.click()
     page.locator(".st-key-chip_values :is([data-testid=stButtonGroup], [data-testid=stMultiSelect])").first.wait_for()
     settle(page)
-    ends = [each.script_finished for each in messages if each.HasField("script_finished")]
-    assert set(ends) == {ForwardMsg.FINISHED_FRAGMENT_RUN_SUCCESSFULLY}  # the whole page was not run
+    assert all(each.delta.fragment_id for each in messages if each.HasField("delta"))  # the page was not run
     bar = next(each.delta.fragment_id for each in messages if each.delta.new_element.HasField("button"))
     own = [each for each in messages if each.delta.fragment_id == bar]  # Explore may ask for curves meanwhile
     assert set(elements(own)) <= {"button", "selectbox", "markdown", "button_group", "multiselect"}
