@@ -72,18 +72,25 @@ def write(view: View, reading: Reading | None = None) -> None:
 def _without_selected(view: View) -> View:
     """The view without the parameters on which its run, iteration and format do not depend."""
     part = PAGES[view.page].parts.get(view.part)
-    names = (*part.question.selects, *part.question.at_once) if part and part.question else ()
+    names = [name for each in (part.room if part else ()) for name in (*each.selects, *each.at_once)]
     return view.changed(**dict.fromkeys(names))
+
+
+def followed(view: View) -> View:
+    """The view that is shown now, for a fragment that was drawn for `view`. If more than what is selected in the answer
+    has changed since, the whole page is drawn again."""
+    now = shown() or view
+    if _without_selected(now) != _without_selected(view):
+        redraw()
+    return now
 
 
 def left_open(view: View, reading: Reading) -> dict[str, list[str]]:
     """What a view leaves open and its answer depends on, as it was resolved: format, run, iteration, tensor, GEMM."""
-    question, found = reading.question, {}
+    question = reading.question
     if question is None:
         return {}
-    if reading.scope:
-        where = reading.scope.where
-        found = {name: texts_of(getattr(where, name)) for name in ("run_id", "iteration")}
+    found = {name: texts_of(getattr(reading.within, name)) for name in ("run_id", "iteration")}
     names = [name for name in ("format", *(OPERAND if reading.question_of_tensor else ())) if name in question.uses]
     found |= {name: texts_of(reading.values[name] or None) for name in names}
     few = {name: texts for name, texts in found.items() if 0 < len(texts) <= MOST_RESOLVED}

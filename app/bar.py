@@ -41,8 +41,10 @@ def key(field: str) -> str:
     return f"filter_{field}"
 
 
-def bar(catalog: Catalog, view: View, reading: Reading) -> bool:
-    """Draw the bar. Returns whether the filter selects a tensor."""
+@st.fragment
+def bar(catalog: Catalog, view: View, reading: Reading) -> None:
+    """Draw the bar. To open a chip draws only the bar again, a choice the whole page."""
+    address.followed(view)
     where = reading.where
     everything = catalog.counts()
     possible = catalog.counts(where) if where.items() else everything
@@ -66,17 +68,19 @@ def bar(catalog: Catalog, view: View, reading: Reading) -> bool:
             for name in TOGETHER.get(field, (field,)):
                 if name in everything:
                     _values(catalog, name, everything[name], possible.get(name, {}), getattr(where, name))
-    hidden, total = _hidden(where, everything, possible)
-    return hidden < total or not total
+
+
+def selects(catalog: Catalog, where: Filter) -> bool:
+    """Whether a filter selects a tensor."""
+    runs = catalog.counts(where).get("run_id", {})  # that the other fields select
+    return any(count for run, count in runs.items() if not where.run_id or run in where.run_id)
 
 
 def _resolved(catalog: Catalog, reading: Reading) -> Filter:
     """The filter with the runs and iterations that are shown: of a question about one tensor, those of the tensor."""
-    if reading.scope:
-        return reading.scope.where
     tensor = catalog.rows_of(texts_of(reading.values.get("tensor")) if reading.question_of_tensor else [])
     if tensor.empty:
-        return reading.where
+        return reading.within
     iterations = tuple(int(iteration) for iteration in tensor["iteration"].dropna())
     return replace(reading.where, run_id=tuple(tensor["run_id"]), iteration=iterations)
 
@@ -155,13 +159,6 @@ def _metric(catalog: Catalog, reading: Reading) -> None:
         "metric", "Color", [name for name in MAP_MEASURES if name in offered], chosen, 292,
         format_func=lambda name: MAP_MEASURES[name].measure.label,
     )  # fmt: skip
-
-
-def _hidden(where: Filter, everything: Counts, possible: Counts) -> tuple[int, int]:
-    """(how many tensors the filter hides, all)."""
-    total = sum(everything.get("run_id", {}).values())
-    runs = possible.get("run_id", {})
-    return total - sum(count for run, count in runs.items() if not where.run_id or run in where.run_id), total
 
 
 def _chips(catalog: Catalog, where: Filter, everything: Counts, always: Sequence[str]) -> None:

@@ -24,7 +24,7 @@ from altair.utils import schemapi
 
 from binade.app import numbers
 from binade.app.control import Control
-from binade.app.questions.shared.scope import Scope, Used
+from binade.app.questions.shared.scope import Scope
 from binade.data.evidence import Sentence
 from binade.data.fields import Field
 from binade.data.filter import Filter
@@ -267,8 +267,7 @@ class Drawn:
     items     in the order in which a page shows them
     verdict   the answer in words, with the estimates that it is made from; empty where there is none
     problems  a sentence for each thing that is missing, left out or cannot be drawn
-    used      what the answer says that it used
-    scope     what it was computed from: of `used`, or as its view resolved it
+    scope     what it was computed from
 
     Raises TypeError for a verdict that is not a Sentence: its numbers would have no evidence.
     """
@@ -276,7 +275,6 @@ class Drawn:
     items: tuple[Item, ...] = field(default=(), repr=False)
     verdict: Sentence = field(default_factory=Sentence)
     problems: tuple[str, ...] = ()
-    used: Used | None = None
     scope: Scope | None = None
 
     def __post_init__(self) -> None:

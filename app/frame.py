@@ -1,5 +1,5 @@
-"""The frame of every page: the runs that cannot be read, the scope and the filter, the parts of the page, and the part
-that the address names. What the address asks for and does not exist is said in place of the part."""
+"""The frame of every page: the header, the runs that cannot be read, the scope and the filter, the parts of the page,
+and the part that the address names. What the address asks for and does not exist is said in place of the part."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from importlib import import_module
 import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
 
-from binade.app import address
-from binade.app.bar import bar, explain_nothing
+from binade.app import address, header
+from binade.app.bar import bar, explain_nothing, selects
 from binade.app.formatting import plain
 from binade.app.pages.registry import PAGES, PagePart
 from binade.app.params import read
-from binade.app.questions import layout
 from binade.app.questions.shared.scope import Scope
+from binade.app.sessions import draft
 from binade.app.state import SYNC_SECONDS, catalog, explain_empty, explain_refused, redraw_on_change, redraw_when, tell
 from binade.app.view import View
 from binade.data.access import read_only, reason
@@ -47,7 +47,11 @@ def opens(name: str) -> Callable[[], None]:
 
 def _show(name: str) -> None:
     page, view = PAGES[name], address.current(name)
-    st.session_state[address.VIEW] = view  # of the header, also if the part is refused
+    st.session_state[address.VIEW] = view  # also if the part is refused
+    place = header.links(view)
+    draft.notices()
+    opened = catalog()
+    header.menus(place)
     part = page.parts.get(view.part)
     st.title(page.title if part is None else f"{page.title} › {part.room_title}", anchor=False)
     if part is None:
@@ -58,7 +62,6 @@ def _show(name: str) -> None:
         _parts(name, view)
         st.info(plain(f"{part.title} is off: {reason()}."), icon=":material/lock:")
         return
-    opened = catalog()
     try:
         with opened.snapshot():
             _show_part(part, view, opened)
@@ -90,22 +93,18 @@ def _show_part(part: PagePart, view: View, opened: Catalog) -> None:
         redraw_on_change(opened, shows, before, start)
         return
     if part.question:
-        selected = recorded and bar(opened, view, reading)
+        if recorded:
+            bar(opened, view, reading)
         scope = st.empty()  # filled once the answer is known, which says what it used
         _parts(name, view)
         if reading.gone:
             _explain_gone(view, reading.problems)
-        elif not selected and not part.question.of_fields and not part.empty:
+        elif not (part.question.of_fields or part.empty or selects(opened, reading.where)):
             explain_nothing(reading.where)
         else:
             _warn(reading.problems)
-            if reading.scope:
-                _say(scope, reading.scope)
-            else:
-                scope.caption("&nbsp;")  # its line, so that nothing moves once the answer says it
-            st.session_state.pop(layout.SCOPE, None)
-            module.show(opened, view, reading)
-            _say(scope, st.session_state.get(layout.SCOPE, reading.scope))
+            scope.caption("&nbsp;")  # its line, so that nothing moves once the answer says it
+            _say(scope, module.show(opened, view, reading))
     else:
         _parts(name, view)
         _warn(read(part.params(opened), view.params)[1])  # a tool has no filter

@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import streamlit as st
-from streamlit.runtime.scriptrunner import RerunException
 
-from binade.app import address, frame, palette_view, uploads, users
+from binade.app import frame, uploads, users
 from binade.app.pages.registry import PAGES
-from binade.app.sessions import draft, share_view
-from binade.app.view import View
+from binade.app.sessions import draft
 from binade.data.catalog import DamagedIndexError
 
 # Drawn here: Streamlit's own icons would be fetched from another host.
@@ -19,20 +17,6 @@ ICON = (
     '<rect x="5" y="5" width="3" height="10"/><rect x="9" y="1" width="3" height="14"/>'
     '<rect x="13" y="7" width="2" height="8"/></g></svg>'
 )
-
-
-def _header() -> None:
-    """The pages, each with the scope and the filter of the view that is shown, and the menus that belong to no page."""
-    view = address.shown()
-    with st.container(key="header", horizontal=True, vertical_alignment="center", gap="small"):
-        st.markdown("**Binade**", width="content")
-        for page in PAGES.values():
-            label = f"**{page.title}**" if view and page.name == view.page else page.title
-            address.link(address.opened(view, page.name) if view else View(page.name), label, width="content")
-        st.space("stretch")
-        palette_view.show()
-        users.panel()
-        share_view.panel()
 
 
 def navigate(default: str = "map") -> None:
@@ -59,22 +43,9 @@ def navigate(default: str = "map") -> None:
     with uploads.page():
         try:
             draft.follow_link()
-            header = st.container()
-            draft.notices()
-            leaves = False
-            try:
-                chosen.run()
-                st.session_state.pop("pin_first", None)
-                if view := address.shown():  # a pin may have opened a session
-                    address.write(view)
-            except RerunException:
-                leaves = True
-                raise
-            finally:
-                if not leaves:
-                    with header:  # after the page, which knows the view
-                        _header()
-                    draft.show_toasts()
+            chosen.run()
+            st.session_state.pop("pin_first", None)
+            draft.show_toasts()
         except DamagedIndexError as error:
             st.error(f"{error}.", icon=":material/error:")
 

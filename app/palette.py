@@ -58,11 +58,12 @@ def find(opened: Catalog, view: View, text: str) -> list[PaletteEntry]:
     if problem := too_long(text, "The search"):
         return [PaletteEntry("limit", problem, "", view)]
     words = TWO_WORDS.sub("layer", text.lower()).split()
-    named = list(islice(_tensors(opened, view, words), MOST)) if words else []
-    filters = _filters(opened, view, words)
-    entries = [entry for entry in _others(opened, view) if all(word in _words_of(entry) for word in words)]
     if not words:
-        return [entry for entry in entries if entry.kind in ("page", "question", "action")]
+        return list(_places(view))
+    named = list(islice(_tensors(opened, view, words), MOST))
+    filters = _filters(opened, view, words)
+    others = (*_places(view), *_others(opened, view))
+    entries = [entry for entry in others if all(word in _words_of(entry) for word in words)]
     kinds = dict.fromkeys(entry.kind for entry in entries)
     if filters and "tensor_name" not in filters[0].view.params:
         named, filters = [*filters, *named], []
@@ -77,7 +78,7 @@ def _words_of(entry: PaletteEntry) -> str:
     return f"{entry.kind} {entry.title} {entry.detail}".lower()
 
 
-def _others(opened: Catalog, view: View) -> Iterator[PaletteEntry]:
+def _places(view: View) -> Iterator[PaletteEntry]:
     for page in PAGES.values():
         for part in page.parts.values():
             if part.writes and read_only():
@@ -91,6 +92,9 @@ def _others(opened: Catalog, view: View) -> Iterator[PaletteEntry]:
         yield PaletteEntry(
             "action", "New collection", "train a model and record its tensors", view.at("runs", "collect")
         )
+
+
+def _others(opened: Catalog, view: View) -> Iterator[PaletteEntry]:
     for spec in known_specs(dict.fromkeys((*opened.scored_formats(), *FORMATS))):
         yield PaletteEntry("format", spec, "on the Map", view.at("map", format=spec))
     for metric in recorded_measures(opened):

@@ -88,7 +88,7 @@ def draw(
         "marked": figure.marked if figure.marked is None else str(figure.marked),  # may be an interval
         "hidden": [axis for axis, other in beside if other and figure.axis_title(axis) == other.axis_title(axis)],
         "caption": figure.caption_svg,
-        "pin": pin and draft.shown_view() is not None and not read_only(),
+        "pin": pin and draft.can_keep() and not read_only(),
         "table": False,
         "gestures": [
             text
@@ -114,6 +114,7 @@ def draw(
         card.button(label, key=f"clear_{name}", on_click=clear, args=(None,), type="tertiary", icon=CLEAR)
     if pin and st.session_state.pop("pin_first", False):  # the key p
         draft.pin(figure, view)
+        st.rerun()  # the header shows the session
     return _picked(result.selected, choose)
 
 
@@ -319,27 +320,41 @@ def problems(drawn: Drawn) -> None:
 
 
 @contextmanager
-def progress(what: str, asked: Hashable = None) -> Iterator[Done]:
+def progress(what: str, asked: Hashable = None, after: float = 0.0) -> Iterator[Done]:
     """A progress bar for what may take over a second, updated by calls with (done, in all), with a stop button. asked:
-    what is computed, if drawing the page starts the computation; `stopped` remembers it."""
-    place = st.empty()
-    with place.container(horizontal=True, vertical_alignment="bottom"):
-        bar = st.progress(0.0, text=f"{what} …")
-        # Any click ends the computation, because the page is drawn again.
-        st.button("Stop", icon=":material/stop_circle:", key=f"stop_{what}", on_click=_stop, args=(what, asked))
-    shown, at = 0, time.monotonic()
+    what is computed, if drawing the page starts the computation; `stopped` remembers it. after: seconds before it is
+    shown."""
+    start, place, shown, at = time.monotonic(), None, 0, 0.0
 
     def done(count: int, of: int) -> None:
-        nonlocal shown, at
+        nonlocal place, shown, at
+        now = time.monotonic()
+        if now - start < after:
+            return
+        place = place or _Progress(what, asked)
         percent = 100 * min(count, of) // max(of, 1)
-        if percent != shown or time.monotonic() - at > LOOK:  # Streamlit handles clicks only while something is drawn
-            shown, at = percent, time.monotonic()
-            bar.progress(percent, text=f"{what} … {percent}%")
+        if percent != shown or now - at > LOOK:  # Streamlit handles clicks only while something is drawn
+            shown, at = percent, now
+            place.bar.progress(percent, text=f"{what} … {f'{percent}%' if percent else ''}")
 
+    if not after:
+        done(0, 1)
     try:
         yield done
     finally:
-        place.empty()
+        if place:
+            place.container.empty()
+
+
+class _Progress:
+    """A progress bar with a stop button, in a place of its own."""
+
+    def __init__(self, what: str, asked: Hashable) -> None:
+        self.container = st.empty()
+        with self.container.container(horizontal=True, vertical_alignment="bottom"):
+            self.bar = st.progress(0.0, text=f"{what} …")
+            # Any click ends the computation, because the page is drawn again.
+            st.button("Stop", icon=":material/stop_circle:", key=f"stop_{what}", on_click=_stop, args=(what, asked))
 
 
 def stopped(what: str, asked: Hashable) -> bool:

@@ -24,7 +24,7 @@ from binade.app.pages.registry import PAGES, PART, PagePart
 from binade.app.params import TITLES, AnyFormat, One, Param, Params, bounded, read, read_filter, run_or_format, texts_of
 from binade.app.questions.question import Question
 from binade.app.questions.shared.runs import occurring
-from binade.app.questions.shared.scope import Scope, Used, default_format
+from binade.app.questions.shared.scope import Scope, default_format
 from binade.app.questions.shared.selection import Of, format_used, select, worst
 from binade.data.cache import Done
 from binade.data.catalog import USED, Catalog
@@ -57,22 +57,24 @@ TextsByName = Annotated[dict[Annotated[str, Field(max_length=40, pattern=r"^[a-z
 
 @dataclass(frozen=True)
 class Reading:
-    """What a view means in a catalog.
+    """What a view means in a catalog: resolved once, and the answer is computed from it.
 
+    view      that was read
     part      of the page; None if the view names one that does not exist
     where     the filter; run and iteration of the scope are fields of it
+    within    the filter that the answer is computed from, with the run and iteration that are chosen where it has none
     values    of the parameters, by name
     problems  a sentence for each text that does not exist or makes no sense
     gone      what the view names and the catalog does not have at all: such a view is not drawn
-    scope     what the answer is computed from, as far as that is known before; None for a question without `within`
     """
 
+    view: View
     part: PagePart | None
     where: Filter
+    within: Filter
     values: dict[str, Any]
     problems: tuple[str, ...] = ()
     gone: tuple[str, ...] = ()
-    scope: Scope | None = None
 
     @property
     def question(self) -> Question | None:
@@ -90,6 +92,39 @@ class Reading:
                 problems=(*self.problems, f"Unknown {' and '.join(self.gone)} in the address; nothing was drawn.")
             )
         return None
+
+    def draw(self, catalog: Catalog, step: Done = lambda count, of: None) -> Drawn:
+        """The answer, computed once for all identical requests. step: called with (steps done, steps in all). Never
+        raises because of the view's content, which is reported as a problem instead."""
+        return at_one_state(catalog, lambda: self._draw(catalog, step))
+
+    def _draw(self, catalog: Catalog, step: Done) -> Drawn:
+        question = self.question
+        if question is None:
+            return Drawn(problems=(f"{self.view.page.capitalize()} › {self.view.part[:40]} has no charts.",))
+        if not catalog.totals().tensors and not question.empty:
+            return Drawn(problems=(f"There are no runs in {catalog.root}.",))
+        if self.refusal:
+            return self.refusal
+        drawn = draw(catalog, question, self.within, self.values, self.problems, step)
+        scope = drawn.scope or (Scope(self.within) if question.within else None)
+        return replace(drawn, scope=scope and scope.totalled(catalog, self.where))
+
+
+def at_one_state(catalog: Catalog, compute: Callable[[], Drawn]) -> Drawn:
+    """An answer, all of which shows one state of the index: in a `snapshot` that one, else it begins again if files of
+    that state are gone."""
+    try:
+        with catalog.snapshot():
+            return compute()
+    except OutdatedError:
+        if catalog.in_snapshot:
+            raise
+    try:
+        with catalog.snapshot():
+            return compute()
+    except OutdatedError as error:
+        return Drawn(problems=(f"Not drawn: {error}.",))
 
 
 @dataclass(frozen=True)
@@ -176,42 +211,12 @@ class View(Record):
             texts, _ = bounded(name, given, param.most, param.longest)
             if given and len(param.read(texts)[1]) == len(texts):
                 gone.append(name)
-        scope = None
-        if question and question.within and not gone:
-            within = Used(question.within(catalog, where, values))
-            scope = Scope.of(catalog, where, within, values["format"])
-        return Reading(part, where, values, (*absent, *unknown), tuple(gone), scope)
+        within = question.within(catalog, where, values) if question and question.within and not gone else where
+        return Reading(self, part, where, within, values, (*absent, *unknown), tuple(gone))
 
     def draw(self, catalog: Catalog, step: Done = lambda count, of: None) -> Drawn:
-        """The answer to its question, computed once for all identical requests. step: called with (steps done, steps in
-        all). Never raises because of the view's content, which is reported as a problem instead. All of it shows one
-        state of the index: in a `snapshot` that one, else it begins again if files of that state are gone."""
-        try:
-            with catalog.snapshot():
-                return self._draw(catalog, step)
-        except OutdatedError:
-            if catalog.in_snapshot:
-                raise
-        try:
-            with catalog.snapshot():
-                return self._draw(catalog, step)
-        except OutdatedError as error:
-            return Drawn(problems=(f"Not drawn: {error}.",))
-
-    def _draw(self, catalog: Catalog, step: Done) -> Drawn:
-        reading = self.read(catalog)
-        question = reading.question
-        if question is None:
-            return Drawn(problems=(f"{self.page.capitalize()} › {self.part[:40]} has no charts.",))
-        if not catalog.totals().tensors and not question.empty:
-            return Drawn(problems=(f"There are no runs in {catalog.root}.",))
-        if reading.refusal:
-            return reading.refusal
-        where = reading.scope.where if reading.scope else reading.where
-        drawn, scope = draw(catalog, question, where, reading.values, reading.problems, step), reading.scope
-        if drawn.used:
-            scope = Scope.of(catalog, reading.where, drawn.used, reading.values["format"])
-        return replace(drawn, scope=scope)
+        """The answer to its question; see `Reading.draw`."""
+        return at_one_state(catalog, lambda: self.read(catalog).draw(catalog, step))
 
     def runs(self, catalog: Catalog) -> list[str]:
         """The runs that it shows, newest first: those that its filter selects, that it names or that are shown by
@@ -283,13 +288,13 @@ def draw(
     request = ("view", question.name, where, repr(parameters), of, catalog.part)
     if catalog.cache:
         pool = pool_of(catalog, question, where, values)
-        drawn = catalog.cache.get(None, request, lambda done: _at_one_state(catalog, compute, done), pool, step)
+        drawn = catalog.cache.get(None, request, lambda done: _in_snapshot(catalog, compute, done), pool, step)
     else:
         drawn = compute(step)
     return replace(drawn, problems=(*problems, *drawn.problems)) if problems else drawn
 
 
-def _at_one_state(catalog: Catalog, compute: Callable[[Done], Drawn], done: Done) -> Drawn:
+def _in_snapshot(catalog: Catalog, compute: Callable[[Done], Drawn], done: Done) -> Drawn:
     """In a thread of a pool, the state is that of the thread that waits, and stays if that one leaves."""
     with catalog.snapshot():
         return compute(done)

@@ -172,16 +172,18 @@ class OpenIndex:
                 self._index.replace(in_memory=False)
                 self._synchronize()
 
-    def kept(self, request: Hashable, compute: Callable[[], T], pool: Executor | None = None) -> T:
+    def kept(
+        self, request: Hashable, compute: Callable[[], T], pool: Executor | None = None, step: Done | None = None
+    ) -> T:
         """Return the result of compute at this version, for these runs, from the cache if there is one. pool: its
-        threads compute what is in no cache yet, at the state of this one."""
+        threads compute what is in no cache yet, at the state of this one. step: called while this thread waits."""
 
         def compute_at_this_state(done: Done) -> T:
             with self.snapshot() if pool else nullcontext():
                 return compute()
 
         return (
-            self.cache.get(self.version, (self._only, request), compute_at_this_state, pool)
+            self.cache.get(self.version, (self._only, request), compute_at_this_state, pool, step)
             if self.cache
             else compute()
         )

@@ -186,7 +186,7 @@ def test_app_takes_from_the_collector_only_what_imports_no_torch():
                 in (
                     *("app/main.py", "app/address.py", "app/bar.py", "app/frame.py", "app/show.py", "app/state.py"),
                     *("app/cli.py", "app/server.py", "app/users.py", "app/uploads.py", "app/downloads.py"),
-                    *("app/reruns.py", "app/components.py"),
+                    *("app/reruns.py", "app/components.py", "app/header.py"),
                     "app/guard.py",  # which reads the messages of websockets
                     *("app/sessions/draft.py", "app/pages/tensor_notes.py", "app/questions/layout.py"),
                 )

@@ -12,12 +12,13 @@ from binade.app.bar import offer_to_clear
 from binade.app.pages.tensor_notes import show_notes
 from binade.app.questions import layout
 from binade.app.questions.shared.operands import gemms_of
+from binade.app.questions.shared.scope import Scope
 from binade.app.questions.shared.selection import MOST_LISTED, listed
 from binade.app.view import LARGE, Reading, View
 from binade.data.catalog import Catalog
 
 
-def show(opened: Catalog, view: View, reading: Reading) -> None:
+def show(opened: Catalog, view: View, reading: Reading) -> Scope | None:
     where, tensor_id = reading.where, reading.values["tensor"]
     labels = listed(opened, where, tensor_id)
     row = opened.rows_of([tensor_id]).iloc[0]
@@ -42,7 +43,7 @@ def show(opened: Catalog, view: View, reading: Reading) -> None:
         if pd.notna(row["path"]) and row["numel"] > LARGE
         else nullcontext()
     ):
-        layout.show_room(opened, view, reading)
+        scope = layout.show_room(opened, view, reading)
     if gemms and reading.values["gemm"] and reading.values["gemm"] not in gemms:
         st.button(f"Show it as an operand of {gemms[0]}", on_click=address.change, kwargs={"gemm": None})
     if opened.moments(where, "tensor_id", [tensor_id]).empty:  # the address names it
@@ -51,6 +52,7 @@ def show(opened: Catalog, view: View, reading: Reading) -> None:
             offer_to_clear()
     if pd.isna(row["path"]):
         address.link(view.at("explore", tensor=tensor_id), "Show its distribution", ":material/query_stats:")
+    return scope
 
 
 def _choose() -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import streamlit as st
 
@@ -17,25 +16,30 @@ from binade.app.control import Control
 from binade.app.figure import Controls, Drawn, Facts, Figure, Item, Offers, Table, Text
 from binade.app.formatting import plain
 from binade.app.params import Interval, Many, Specs, Whole
+from binade.app.questions.shared.scope import Scope
 from binade.app.questions.shared.selection import Of, select
 from binade.app.view import Reading, View
+from binade.data.cache import Done
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 
-SCOPE = "scope_of_answer"  # the key of what the answer that was shown last used
+MOMENT = 1.0  # seconds that an answer may take before its progress is shown
+T = TypeVar("T")
 
 
-def show(opened: Catalog, view: View, reading: Reading) -> None:
-    """Show the answer of a view, with its note and the controls above it."""
+def show(opened: Catalog, view: View, reading: Reading) -> Scope | None:
+    """Show the answer of a view, with its note and the controls above it. Returns what the answer was computed from, as
+    each layout does."""
     assert reading.part and reading.part.room
     if words := reading.part.room[0].note or f"Filter: {reading.where.sentence()}." * bool(reading.where.items()):
         st.caption(plain(words))
-    show_room(opened, view, reading)
+    return show_room(opened, view, reading)
 
 
-def show_room(opened: Catalog, view: View, reading: Reading) -> None:
+def show_room(opened: Catalog, view: View, reading: Reading) -> Scope | None:
     """Show the questions of a room: the one that its control chooses, or the first with the others as sections. A
-    section is computed when it is opened, which the address says."""
+    section is computed when it is opened, which the address says. Returns the scope of the answer that is shown last.
+    """
     assert reading.part and reading.question
     first, *others = reading.part.room
     if first.choice:
@@ -45,18 +49,25 @@ def show_room(opened: Catalog, view: View, reading: Reading) -> None:
             first.choice, list(titles), key="room", required=True, format_func=lambda name: titles[name],
             on_change=lambda: address.change(view=st.session_state["room"]),
         )  # fmt: skip
-        show_question(opened, view, reading)
-        return
-    above = view.changed(view=first.view)
-    show_question(opened, above, above.read(opened))
-    show_sections(opened, view, reading)
+        return show_question(opened, view, reading)
+    above = first_of(opened, view, reading)
+    scope = show_question(opened, above.view, above)
+    return show_sections(opened, view, reading) or scope
 
 
-def show_sections(opened: Catalog, view: View, reading: Reading) -> None:
+def first_of(opened: Catalog, view: View, reading: Reading) -> Reading:
+    """The first question of a room, above the section that is open, if any."""
+    assert reading.part
+    first = reading.part.room[0]
+    return reading if reading.question is first else view.changed(view=first.view).read(opened)
+
+
+def show_sections(opened: Catalog, view: View, reading: Reading) -> Scope | None:
     """The questions of a room after the first, each folded until it is opened."""
     assert reading.part
     first, *others = reading.part.room
     selected = selected_of(opened, reading) if any(question.applies for question in others) else None
+    scope = None
     for question in others:
         is_open, key = question.view == view.part, f"section_{question.view}"
         if question.applies and not is_open and (isinstance(selected, Drawn) or not question.applies(selected)):
@@ -70,7 +81,8 @@ def show_sections(opened: Catalog, view: View, reading: Reading) -> None:
             with section:
                 if question.note:
                     st.caption(plain(question.note))
-                show_question(opened, view, reading)
+                scope = show_question(opened, view, reading)
+    return scope
 
 
 def _fold(key: str, view: str, first: str) -> None:
@@ -78,8 +90,8 @@ def _fold(key: str, view: str, first: str) -> None:
     address.change(view=view if st.session_state[key] else first)
 
 
-def show_question(opened: Catalog, view: View, reading: Reading) -> None:
-    """Show the controls and the answer of a view."""
+def show_question(opened: Catalog, view: View, reading: Reading) -> Scope | None:
+    """Show the controls and the answer of a view. Returns what the answer was computed from."""
     question = reading.question
     assert question
     selected = selected_of(opened, reading)
@@ -90,11 +102,13 @@ def show_question(opened: Catalog, view: View, reading: Reading) -> None:
             used = any(reading.values[control.name] != control.param_in(opened).default for control in folded)
             with st.expander("More options", expanded=used):
                 show_controls(folded, reading.values)
-    drawn = drawn_of(opened, view, question.slow)
-    if drawn is not None:
-        show_answer(opened, drawn, view, reading)
-        if not drawn.figures and not drawn.tables and question.of is not Of.TENSOR:
-            explain_absence(opened, view, reading)
+    drawn = drawn_of(opened, reading)
+    if drawn is None:
+        return None
+    show_answer(opened, drawn, view, reading)
+    if not drawn.figures and not drawn.tables and question.of is not Of.TENSOR:
+        explain_absence(opened, view, reading)
+    return drawn.scope
 
 
 def explain_absence(opened: Catalog, view: View, reading: Reading) -> None:
@@ -161,30 +175,21 @@ def _changed(name: str) -> None:
     address.change(**{name: st.session_state[name]})
 
 
-def drawn_of(opened: Catalog, view: View, slow: str) -> Drawn | None:
-    """The answer; of a slow question with a progress bar and a stop button. None if the user has stopped it. What it
-    used is the scope that the frame shows."""
-    drawn = _drawn_of(opened, view, slow)
-    if drawn is not None:
-        st.session_state[SCOPE] = drawn.scope
-    return drawn
+def drawn_of(opened: Catalog, reading: Reading) -> Drawn | None:
+    """The answer; None if the user has stopped it."""
+    assert reading.question
+    return awaited(reading, lambda done: reading.draw(opened, done))
 
 
-def _drawn_of(opened: Catalog, view: View, slow: str) -> Drawn | None:
-    if not slow:
-        return view.draw(opened)
-    wanted = repr(view)
-    if show_items.stopped(slow, wanted):
+def awaited(reading: Reading, compute: Callable[[Done], T]) -> T | None:
+    """What is computed for a view. If it takes longer than a moment, its progress is shown with a stop button. None if
+    the user has stopped it. Not for fragments: while the page is drawn, their buttons wait."""
+    assert reading.question
+    what, asked = reading.question.slow or reading.question.title, repr(reading.view)
+    if show_items.stopped(what, asked):
         return None
-    with ExitStack() as stack:
-        bar = None
-
-        def done(count: int, of: int) -> None:
-            nonlocal bar
-            bar = bar or stack.enter_context(show_items.progress(slow, wanted))
-            bar(count, of)
-
-        return view.draw(opened, done)
+    with show_items.progress(what, asked, after=MOMENT) as done:
+        return compute(done)
 
 
 def show_answer(opened: Catalog, drawn: Drawn, view: View, reading: Reading) -> None:

@@ -46,8 +46,8 @@ class Question:
     defaults     of parameters that depend on the others: by name, a function of the catalog and the values
     selects      the same for what is selected in the answer, on which it does not depend
     at_once      parameters that the browser draws before Python hears of them: they change no run, iteration or format
-    slow         a title for the slow part of draw, "" if there is none. draw then also takes `done`, which it calls
-                 with (steps done, steps in all)
+    slow         a title for the slow part of draw, shown with its progress; "" if there is none. draw then also takes
+                 `done`, which it calls with (steps done, steps in all)
     rounds       whether draw rounds many tensors: a function of the catalog, the filter and the values
     of_runs      whether the answer also depends on how far runs are: on their losses and states
     of_fields    the fields of the filter that the answer depends on; () for all
@@ -61,7 +61,7 @@ class Question:
     layout       the module whose `show(catalog, view, reading)` shows it, if it is not laid out like the others
     within       the filter that the answer is computed from, with the runs and iterations that are chosen for it: a
                  function of the catalog, the user's filter and the values, see `scope.scoped`. None for a question
-                 about one tensor or about whole runs: `Drawn.used` says what the answer used
+                 about one tensor or about whole runs: `Drawn.scope` says what the answer used
     """
 
     text: str

@@ -54,11 +54,17 @@ def current() -> OpenSession | None:
     return st.session_state.get("draft")
 
 
-def shown_view() -> View | None:
-    """The view that the page shows; None on a page that a session cannot keep."""
+def can_keep() -> bool:
+    """Whether a session can keep the view that the page shows."""
     view = address.shown()
     part = view and PAGES[view.page].parts.get(view.part)
-    return view.explicit(catalog()) if view and part and part.kept else None
+    return bool(part and part.kept)
+
+
+def shown_view() -> View | None:
+    """The view that the page shows, with every parameter; None if a session cannot keep it."""
+    view = address.shown()
+    return view.explicit(catalog()) if view and can_keep() else None
 
 
 def set_current(draft: OpenSession | None) -> None:

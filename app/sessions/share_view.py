@@ -23,7 +23,6 @@ from binade.app.sessions.draft import OpenSession
 from binade.app.sessions.session import Session, SessionError
 from binade.app.state import catalog
 from binade.app.uploads import LARGEST
-from binade.app.view import View
 from binade.data.access import reason
 from binade.data.bundle import BundleError
 from binade.data.cache import Done
@@ -102,20 +101,20 @@ def _offer(what: str, make: Callable[[Path, Done], None], path: str, label: str,
 
 def panel() -> None:
     """The open session in the header: its state, and Save."""
-    view, now = draft.shown_view(), draft.current()
+    now = draft.current()
     if now:
         count = len(now.session.pins)
         name, state = escape(now.session.name), f"{count} pin{'s' * (count != 1)} · {now.state}"
         st.html(f'<div class="session" title="{name} · {state}"><b>{name}</b> · {state}</div>', width="content")
-    if view is None or not catalog().totals().tensors:
+    if not (draft.can_keep() and catalog().totals().tensors):
         return
     if why := reason():
         st.button("Save", disabled=True, help=plain(f"Not possible: {why}"))
     else:
-        _save(now, view)
+        _save(now)
 
 
-def _save(now: OpenSession | None, view: View) -> None:
+def _save(now: OpenSession | None) -> None:
     with st.popover("Save", icon=":material/save:", width="content"):
         name = now.session.name if now else ""
         key = f"save_name_{now.session.id if now else ''}"
@@ -127,6 +126,8 @@ def _save(now: OpenSession | None, view: View) -> None:
             if not typed:
                 draft.toast("Give the session a name.", ":material/error:")
                 return
+            view = draft.shown_view()
+            assert view
             base = now.session if now else sessions.new(typed, view)
             named = replace(base, name=typed, view=view)
             if as_new and now and not now.saved:

@@ -71,7 +71,7 @@ def check_map(view: View, catalog: Catalog) -> None:
     """The answer, and what the page draws of it: its component takes JSON without NaN."""
     check(view, catalog)
     reading = view.read(catalog)
-    found = map_of(catalog, reading.scope.where, reading.values) if reading.scope else ""
+    found = map_of(catalog, reading.within, reading.values) if not reading.gone else ""
     if not isinstance(found, str):
         assert page._chosen(found, "") is None
         cell = page._chosen(found, str(found.cells.iloc[0]))

@@ -269,4 +269,4 @@ def test_the_answer_returns_its_scope(catalog: Catalog):
     assert answer.scope.runs == 4 and answer.scope.where.run_id and len(answer.scope.where.iteration) == 1
     assert set(answer.tables["tensors"]["run_id"]) == set(answer.scope.where.run_id)
     assert answer.scope.tensors == len(answer.tables["tensors"]) == answer.tables["Statistics"]["tensors"].sum()
-    assert View("explore").read(catalog).scope.sentence.startswith(f"{View('explore').draw(catalog).scope.tensors} te")
+    assert View("explore").read(catalog).within == View("explore").draw(catalog).scope.where

@@ -315,7 +315,7 @@ def test_experts_are_one_row_until_they_are_expanded(tmp_path: Path, visit: Call
         assert own.set_index("expert")["value"].to_dict() == absmax and own["tensors"].eq(1).all()
         assert set(apart["row"]) - set(together["row"]) == {f"other/fc1/input/{expert}" for expert in values}
         reading = View("map", {"experts": ["fc1"], "metric": ["absmax"]}).read(catalog)
-        found = map_of(catalog, reading.scope.where, reading.values)
+        found = map_of(catalog, reading.within, reading.values)
         assert [row.expert for row in found.rows] == ["", "0", "2", "11"]
         assert "fc1 expert 11 input" in drawn(catalog, metric="absmax", experts="fc1").tables["places"]["place"][0]
         gone = drawn(catalog, metric="absmax", experts="router")

@@ -97,7 +97,7 @@ def test_a_predicted_loss_change_is_that_of_the_run_that_is_named(catalog: Catal
     """The newest run rounds: the map and Loss take the bf16 run instead, and say so."""
     bf16 = catalog.runs().set_index("recipe")["run_id"]["bf16"]
     for view in (View("map", {"metric": ["loss_change"], "format": ["nvfp4"]}), View("runs", {PART: ["loss"]})):
-        assert view.read(catalog).scope.where.run_id == (bf16,)
+        assert view.read(catalog).within.run_id == (bf16,)
         assert view.draw(catalog).scope.where.run_id == (bf16,)
 
 
@@ -130,3 +130,13 @@ def test_recipes_count_the_runs_that_were_compared(tmp_path: Path):
     seeds = len(over_seeds(0.0, 1.0))
     assert scope.counts == ((len(means), "recipe"),)
     assert scope.runs == scope.of_runs == seeds * (len(means) + 1)
+
+
+@pytest.mark.parametrize("page", ["map", "explore", "tensor", "runs"])
+def test_a_page_resolves_its_view_once(visit: Visit, collected: Path, monkeypatch: pytest.MonkeyPatch, page: str):
+    read: list[View] = []
+    resolve = View.read
+    monkeypatch.setattr(View, "read", lambda view, catalog: (read.append(view), resolve(view, catalog))[1])
+    at = visit(collected, page)
+    assert not at.exception
+    assert [view.page for view in read] == [page]

@@ -32,3 +32,20 @@ def test_rounding_of_a_selection(visit: Callable[..., Page], tmp_path: Path):
         settle(page)
         assert page.get_by_text("stopped").count() == 0 and page.locator(".chart").count() > 0
         assert page.get_by_test_id("stException").count() == 0
+
+
+@pytest.mark.thorough
+def test_a_map_that_is_computed_from_values(visit: Callable[..., Page], tmp_path: Path):
+    """An answer that calls no steps says that it is computed, too."""
+    record(tmp_path, [torch.randn(2048, 4096).bfloat16() for _ in range(4)], scores=())
+    with serving(tmp_path) as app:
+        page = visit("/runs", base=app)
+        page.goto(f"{app}/map?format=nvfp4(scale=4over6)")
+        page.get_by_role("button", name="Stop").click()
+        expect(page.get_by_text("Map: stopped.")).to_be_visible()
+        settle(page)
+        page.get_by_role("button", name="Start again").click()
+        page.locator(".map .cell[data-id]").first.wait_for()
+        settle(page)
+        assert page.get_by_text("stopped").count() == 0
+        assert page.get_by_test_id("stException").count() == 0

@@ -11,6 +11,7 @@ from binade.app.formatting import plain
 from binade.app.jobs import recipe_table
 from binade.app.questions import layout
 from binade.app.questions.advise.question import HALFWAY, advice_of
+from binade.app.questions.shared.scope import Scope
 from binade.app.questions.shared.selection import Selection
 from binade.app.view import Reading, View
 from binade.collector import jobs
@@ -25,10 +26,10 @@ from binade.data.catalog import Catalog
 FAILED = (AdviceError, ConfigError, RecipeError, jobs.JobError, ReadOnlyError, OSError)
 
 
-def show(opened: Catalog, view: View, reading: Reading) -> None:
-    layout.show(opened, view, reading)
-    where = reading.scope.where if reading.scope else reading.where
-    _recipe(Selection(opened, where), reading.values, view)
+def show(opened: Catalog, view: View, reading: Reading) -> Scope | None:
+    scope = layout.show(opened, view, reading)
+    _recipe(Selection(opened, reading.within), reading.values, view)
+    return scope
 
 
 def _recipe(selection: Selection, values: dict[str, Any], view: View) -> None:

@@ -18,7 +18,7 @@ from binade.app.questions.predictions.question import COLUMNS as MEASURED
 from binade.app.questions.question import Question
 from binade.app.questions.shared import layer_chart
 from binade.app.questions.shared.runs import labels_of, same_model
-from binade.app.questions.shared.scope import Used, scoped, unrounded
+from binade.app.questions.shared.scope import Scope, scoped, unrounded
 from binade.app.questions.shared.selection import Selection
 from binade.collector.advice.advice import AS_MANY, Advice, AdviceRequest, advise, roofline_of
 from binade.collector.advice.choice import GROUPS
@@ -166,7 +166,7 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
         shown = table.drop(columns=["gaps", "run_ids"])
         items.append(Table("advised_and_measured", shown, columns, title="Predicted and measured"))
         verdict = evidence.together(verdict, held)
-    return Drawn(tuple(items), verdict, used=Used(where, ((len(chosen), "operand"),)))
+    return Drawn(tuple(items), verdict, scope=Scope(where, ((len(chosen), "operand"),)))
 
 
 def confirmed(opened: Catalog, advice: Advice) -> tuple[pd.DataFrame, evidence.Sentence]:

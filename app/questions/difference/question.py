@@ -15,7 +15,7 @@ from binade.app.params import One
 from binade.app.questions.difference import charts, compute
 from binade.app.questions.question import Question
 from binade.app.questions.shared.runs import every_run, run_titles
-from binade.app.questions.shared.scope import Used
+from binade.app.questions.shared.scope import Scope
 from binade.app.questions.shared.selection import Selection
 from binade.data.cache import Done
 from binade.data.catalog import Catalog
@@ -130,8 +130,8 @@ def draw(selection: Selection, values: dict[str, Any], done: Done = lambda count
     if len(around) < len(table):
         items.append(Text(f"The table shows {len(around):,} of {len(table):,} tensors; the CSV of the chart has more."))
     where = replace(selection.where, run_id=(run_a, run_b))
-    used = Used(where, ((len(table), "tensor"),), len(selection.opened.runs()))
-    return Drawn(tuple(items), _verdict(difference, table, tolerance), tuple(problems), used)
+    scope = Scope(where, ((len(table), "tensor"),), len(selection.opened.runs()))
+    return Drawn(tuple(items), _verdict(difference, table, tolerance), tuple(problems), scope)
 
 
 def _verdict(difference: Difference, table: pd.DataFrame, tolerance: Tolerance) -> Sentence:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from typing import Any
 
 import pandas as pd
@@ -20,7 +21,7 @@ from binade.app import address, exports, plot, style
 from binade.app import show as show_items
 from binade.app.bar import only
 from binade.app.components import component
-from binade.app.figure import Drawn, Figure
+from binade.app.figure import Figure
 from binade.app.params import Interval, format_title, in_format, known_tensor, read
 from binade.app.questions import layout
 from binade.app.questions.explore import charts, question
@@ -42,7 +43,7 @@ from binade.app.questions.shared.distributions import distributions
 from binade.app.questions.shared.laws import LAWS
 from binade.app.questions.shared.operands import MOST_LISTED, operand
 from binade.app.questions.shared.scope import Scope
-from binade.app.questions.shared.selection import Board, select
+from binade.app.questions.shared.selection import Board
 from binade.app.sessions import draft
 from binade.app.view import Reading, View
 from binade.data.access import read_only
@@ -63,28 +64,22 @@ def _explore() -> Callable[..., Any]:
     return component("explore", ".explore[data-state=drawing] {\n  min-height: 660px\n}")
 
 
-def show(opened: Catalog, view: View, reading: Reading) -> None:
+def show(opened: Catalog, view: View, reading: Reading) -> Scope | None:
     st.session_state["explore_has"] = None  # what the browser has: nothing, when the whole page is drawn
-    _show(opened, view, reading)
+    return _show(opened, view, reading)
 
 
 @st.fragment
-def _show(opened: Catalog, view: View, reading: Reading) -> None:
+def _show(opened: Catalog, view: View, reading: Reading) -> Scope | None:
     """Any change but a tick, the values or the axis draws the whole page again."""
-    now = address.shown() or view
-    others = dict.fromkeys(EXPLORE.at_once)
-    if st.session_state.pop("explore_pinned", False) or now.changed(**others) != view.changed(**others):
+    if st.session_state.pop("explore_pinned", False):
         address.redraw()
+    now = address.followed(view)
     params = {"tensor": known_tensor(opened, several=True), "values": VALUES_OF, "axis": AXIS_OF}
     chosen, _ = read(params, {name: now.params.get(name, []) for name in params})
     values = reading.values | chosen
-    where = reading.scope.where if reading.scope else reading.where
-    selected = select(EXPLORE.of, opened, where, values)
-    if isinstance(selected, Drawn):
-        layout.show_answer(opened, selected, now, reading)
-        return
-    assert isinstance(selected, Board)
-    _Page(opened, now, reading, values, selected).show()
+    board = Board(opened, reading.within, format=values["format"] or "")
+    return _Page(opened, now, reading, values, board).show()
 
 
 @dataclass(frozen=True)
@@ -95,22 +90,21 @@ class _Page:
     values: Mapping[str, Any]
     board: Board
 
-    def show(self) -> None:
+    def show(self) -> Scope:
         ranked = self.opened.kept((*self._key, "ranked"), lambda: question.ranked_in(self.board, self.values))
         if ranked.empty:
             layout.show_answer(self.opened, question.draw(self.board, dict(self.values)), self.view, self.reading)
             if self.values["delta"]:
                 st.button("Clear the range", key="clear_delta", on_click=address.change, kwargs={"delta": None})
-            return
-        scope = Scope.of(self.opened, self.reading.where, question.used(self.board, ranked), self.values["format"])
-        st.session_state[layout.SCOPE] = scope
+            return Scope(self.board.where).totalled(self.opened, self.reading.where)
+        scope = question.used(self.board, ranked).totalled(self.opened, self.reading.where)
         data = self._to_send(ranked)
         if any(self.values[name] != NONE for name in ("rows", "columns")):
             answer = self.view.draw(self.opened)
             panels = [{"name": figure.name, "title": figure.title, **_plot(figure)} for figure in answer.figures]
             self._component(data | {"panels": panels}, ranked)
             layout.show_answer(self.opened, replace(answer, items=()), self.view, self.reading)
-            return
+            return scope
         drawing = question.drawing(self.board, self.values, ranked)
         self._component(data | {"drawn": self._drawn(drawing)}, ranked)
         for problem in drawing.problems:
@@ -122,8 +116,9 @@ class _Page:
         if st.session_state.get("explore_statistics"):
             with statistics:
                 show_items.table(replace(question.statistics(self.board, drawing), title="", foldable=False))
+        return scope
 
-    @property
+    @cached_property
     def _key(self) -> tuple[Any, ...]:
         """What the list depends on."""
         versions = self.opened.versions(self.board.where.run_id)
@@ -142,7 +137,7 @@ class _Page:
         if law in LAWS and needs:
             at = (*self._key, "curves", law, tuple(needs[:PIECE]))
             data["curves"] = self.opened.kept(at, lambda: self._curves(needs[:PIECE], law))
-        data["pin"] = draft.shown_view() is not None and not read_only()
+        data["pin"] = draft.can_keep() and not read_only()
         data["saved"] = state.pop("explore_saved", None)
         return data
 
@@ -308,6 +303,7 @@ class _Page:
         address.change(**kept, run_id=every if len(every) > 1 else None, tensor=None, delta=None, by="run_id")
 
 
+@cache
 def _plots() -> dict[str, Any]:
     """The specifications, which hold nothing of what is drawn, with tables of one row."""
     look = plot.in_table()

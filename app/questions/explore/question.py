@@ -29,7 +29,7 @@ from binade.app.questions.shared.labels import group_name
 from binade.app.questions.shared.laws import LAWS
 from binade.app.questions.shared.operands import MOST_LISTED, ranked_tensors
 from binade.app.questions.shared.runs import every_run, given_names, labels_of, run_looks
-from binade.app.questions.shared.scope import Used, scoped
+from binade.app.questions.shared.scope import Scope, scoped
 from binade.app.questions.shared.selection import Board, Of
 from binade.data.catalog import Catalog
 from binade.data.evidence import SHARE
@@ -190,11 +190,11 @@ def draw(board: Board, values: Mapping[str, Any]) -> Drawn:
     items += texts(board, drawn)
     items.append(statistics(board, drawn))
     gone = [f"Tensor {name[:80]!r} is missing." for name in tensors if name not in set(drawn.chosen["tensor_id"])]
-    return Drawn(tuple(items), problems=(*gone, *drawn.problems), used=used(board, ranked))
+    return Drawn(tuple(items), problems=(*gone, *drawn.problems), scope=used(board, ranked))
 
 
-def used(board: Board, ranked: pd.DataFrame) -> Used:
-    return Used(board.where, ((len(ranked), "tensor"),))
+def used(board: Board, ranked: pd.DataFrame) -> Scope:
+    return Scope(board.where, ((len(ranked), "tensor"),))
 
 
 def texts(board: Board, drawn: Drawing) -> list[Text]:

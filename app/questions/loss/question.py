@@ -12,7 +12,7 @@ from binade.app.questions.question import Question
 from binade.app.questions.shared import board_charts, boards
 from binade.app.questions.shared.board_charts import BARS
 from binade.app.questions.shared.boards import LOSS_CHANGE
-from binade.app.questions.shared.scope import Used, rounding, scoped, unrounded
+from binade.app.questions.shared.scope import Scope, rounding, scoped, unrounded
 from binade.app.questions.shared.selection import Board, Of
 from binade.app.style import MEASURES
 from binade.data import evidence
@@ -66,8 +66,8 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
     )
     places = Table("loss_places", table, COLUMNS, height=min(38 + 35 * len(table), 420), choose="tensor_id")
     rounds = bool(rounding(board.opened, board.where))
-    used = Used(board.where, ((len(table), "operand"),))
-    return Drawn((ranked, against, places), _verdict(changes, board.format, measure, rounds), used=used)
+    scope = Scope(board.where, ((len(table), "operand"),))
+    return Drawn((ranked, against, places), _verdict(changes, board.format, measure, rounds), scope=scope)
 
 
 def _nothing(board: Board) -> Drawn:

@@ -43,6 +43,7 @@ from binade.app.sessions import draft
 from binade.app.style import MEASURES
 from binade.app.view import Reading, View, pool_of
 from binade.data.access import read_only
+from binade.data.cache import Done
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.names import operand_name, product_name
@@ -61,30 +62,39 @@ def _component() -> Callable[..., Any]:
     return st.components.v2.component("binade_map", html='<div class="map"></div>', css=css, js=js)
 
 
-def show(opened: Catalog, view: View, reading: Reading) -> None:
+def show(opened: Catalog, view: View, reading: Reading) -> Scope | None:
     """The map with its exceptions or the panel of a cell, and below it the questions that belong to it, folded."""
-    above = view.changed(view=None)
-    _show(opened, above, reading if reading.question is MAP else above.read(opened))
-    layout.show_sections(opened, view, reading)
+    above = layout.first_of(opened, view, reading)
+    if layout.awaited(above, lambda done: _map(opened, above, done)) is None:
+        return None
+    scope = _show(opened, view, above)
+    return layout.show_sections(opened, view, reading) or scope
+
+
+def _key(opened: Catalog, reading: Reading) -> tuple[Any, ...]:
+    """What the map depends on."""
+    values = sorted(((name, reading.values[name]) for name in MAP.uses if name not in MAP.selects), key=str)
+    return reading.within, repr(values), opened.versions(reading.within.run_id)
+
+
+def _map(opened: Catalog, reading: Reading, step: Done | None = None) -> Map | str:
+    values = {name: reading.values[name] for name in MAP.uses if name not in MAP.selects}
+    pool = pool_of(opened, MAP, reading.within, values)
+    request = "map", _key(opened, reading)
+    return opened.kept(request, lambda: map_of(opened, reading.within, values), pool, step)
 
 
 @st.fragment
-def _show(opened: Catalog, view: View, reading: Reading) -> None:
+def _show(opened: Catalog, view: View, reading: Reading) -> Scope | None:
     """The map and its panel. A click on a cell draws only these again, any other change the whole page."""
-    now = (address.shown() or view).changed(view=None)
-    if st.session_state.pop("map_pinned", False) or now.changed(cell=None) != view.changed(cell=None):
+    if st.session_state.pop("map_pinned", False):
         address.redraw()
-    view = now
-    values = {name: reading.values[name] for name in MAP.uses if name not in MAP.selects}
-    where = reading.scope.where if reading.scope else reading.where
-    key = (where, repr(sorted(values.items(), key=str)), opened.versions(where.run_id))
-    pool = pool_of(opened, MAP, where, values)
-    map_ = opened.kept(("map", key), lambda: map_of(opened, where, values), pool)
+    view = address.followed(view).changed(view=None)
+    where, key, map_ = reading.within, _key(opened, reading), _map(opened, reading)
     if isinstance(map_, str):
         st.info(plain(map_), icon=":material/block:")
         layout.explain_absence(opened, view, reading)
-        return
-    st.session_state[layout.SCOPE] = Scope.of(opened, reading.where, used_by(map_), reading.values["format"])
+        return Scope(where).totalled(opened, reading.where)
     if map_.left_out:
         st.caption(map_.left_out)
     cell = map_.chosen(next(iter(view.params.get("cell", ())), ""))
@@ -131,6 +141,7 @@ def _show(opened: Catalog, view: View, reading: Reading) -> None:
             show_items.draw(chart, pin=False)
         layout.open_tensor(show_items.table(places(map_)), view)
         show_items.table(Table("kinds", map_.kinds, columns_of(map_)))
+    return used_by(map_).totalled(opened, reading.where)
 
 
 def _show_extra(opened: Catalog, view: View, map_: Map, cell: pd.Series | None, key: tuple[Any, ...]) -> None:

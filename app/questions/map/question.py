@@ -28,7 +28,7 @@ from binade.app.questions.shared import board_charts
 from binade.app.questions.shared.operands import OTHER, operand
 from binade.app.questions.shared.rounded import NOT_RECORDED
 from binade.app.questions.shared.runs import every_run
-from binade.app.questions.shared.scope import OF_RUNS, Used, scope_of, scoped, unrounded
+from binade.app.questions.shared.scope import OF_RUNS, Scope, scope_of, scoped, unrounded
 from binade.app.questions.shared.selection import Selection
 from binade.app.questions.shared.unscaled import with_scale
 from binade.data import evidence
@@ -275,10 +275,10 @@ def extra_of(map_: Map, cell: pd.Series | None) -> Figure | Table | Text | None:
     return map_.color.extra(map_.query, cell) if map_.color.extra and not map_.against else None
 
 
-def used_by(map_: Map) -> Used:
+def used_by(map_: Map) -> Scope:
     """Each cell is an operand of a GEMM: a tensor that two GEMMs take has two."""
     alone = bool((map_.table["tensors"] == 1).all()) and not map_.color.interval
-    return Used(map_.where, ((len(map_.table), map_.of if alone else "cell"),))
+    return Scope(map_.where, ((len(map_.table), map_.of if alone else "cell"),))
 
 
 def ranked(map_: Map, scope: str) -> Figure:

@@ -15,7 +15,7 @@ from binade.app.figure import Column, Drawn, Figure, Item, Table, Text
 from binade.app.params import One
 from binade.app.questions.parity import charts, compute
 from binade.app.questions.question import Question
-from binade.app.questions.shared.scope import Used
+from binade.app.questions.shared.scope import Scope
 from binade.app.questions.shared.selection import Selection
 from binade.data import evidence
 from binade.data.catalog import Catalog
@@ -123,8 +123,8 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     parts = _groups(result, run_id), _routing(result, run_id), _quantities(result, run_id)
     items = chain(*parts, _steps(result, run_id, values["quantity"]))
     counts = (result.steps[0].sequences, "sequence"), (result.steps[0].tokens, "token")
-    used = Used(Filter(run_id=(run_id,)), counts, len(compute.titles(selection.opened)))
-    return Drawn((*items, Text(OF_DUMPS if result.tool else OF_TEXT)), _verdict(result), used=used)
+    scope = Scope(Filter(run_id=(run_id,)), counts, len(compute.titles(selection.opened)))
+    return Drawn((*items, Text(OF_DUMPS if result.tool else OF_TEXT)), _verdict(result), scope=scope)
 
 
 def _source(parity: Parity, run_id: str) -> str:

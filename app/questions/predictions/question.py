@@ -14,7 +14,7 @@ from binade.app.questions.loss.question import LOSS
 from binade.app.questions.predictions import charts, compute
 from binade.app.questions.question import Question
 from binade.app.questions.shared.runs import same_model
-from binade.app.questions.shared.scope import Used
+from binade.app.questions.shared.scope import Scope
 from binade.app.questions.shared.selection import Selection
 from binade.collector.advice.costs import AdviceError, Costs
 from binade.data import evidence
@@ -56,7 +56,7 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
         return Drawn(problems=(NOTHING,))
     what = f"{counted(len(table), 'recipe')}, predicted from {counted(len(costs.runs), 'run')}"
     runs = dict.fromkeys((*costs.runs, *chain(*table["run_ids"])))
-    used = Used(Filter(run_id=tuple(runs)), ((len(table), "recipe"),), len(opened.runs()))
+    scope = Scope(Filter(run_id=tuple(runs)), ((len(table), "recipe"),), len(opened.runs()))
     words = f"{source(Filter(run_id=costs.runs), what)}\n{CAPTION}"
     figures = [
         Figure(f"predictions_{name}", charts.against(table, name, title), table, words, height=400, group="predictions")
@@ -72,7 +72,7 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     verdict = evidence.together(
         _bounded(table.loc[beyond, "name"].tolist(), costs), _verdict(table, costs.reliability), PREDICTION
     )
-    return Drawn((*figures, listed), verdict, (left_out,) * bool(left), used)
+    return Drawn((*figures, listed), verdict, (left_out,) * bool(left), scope)
 
 
 def _bounded(names: list[str], costs: Costs) -> evidence.Sentence:

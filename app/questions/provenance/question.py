@@ -13,7 +13,7 @@ from binade.app.params import Whole, known_run
 from binade.app.questions.provenance import charts, compute
 from binade.app.questions.question import Question
 from binade.app.questions.shared.runs import labels_of
-from binade.app.questions.shared.scope import Used
+from binade.app.questions.shared.scope import Scope
 from binade.app.questions.shared.selection import Selection
 from binade.app.style import MEASURES
 from binade.data.events import Event
@@ -99,8 +99,8 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     verdict = say(
         "Iteration {iteration}{rank}: {text}.{steps}", iteration=iteration, rank=rank, text=first.text, steps=steps
     )
-    used = Used(Filter(run_id=(run,), iteration=(iteration,)), ((len(ranks), "rank"),), len(runs))
-    return Drawn(tuple(items), verdict, used=used)
+    scope = Scope(Filter(run_id=(run,), iteration=(iteration,)), ((len(ranks), "rank"),), len(runs))
+    return Drawn(tuple(items), verdict, scope=scope)
 
 
 PROVENANCE = Question(

@@ -14,6 +14,7 @@ from binade.app.address import link
 from binade.app.formatting import plain
 from binade.app.questions import layout
 from binade.app.questions.recipes.question import RECIPES, runs_in
+from binade.app.questions.shared.scope import Scope
 from binade.app.questions.shared.selection import Selection
 from binade.app.state import explain_empty
 from binade.app.view import Reading, View
@@ -32,15 +33,16 @@ SEEDS = 3
 FAILED = (ConfigError, jobs.JobError, jobs.SubmissionError, ReadOnlyError, OSError)
 
 
-def show(opened: Catalog, view: View, reading: Reading) -> None:
+def show(opened: Catalog, view: View, reading: Reading) -> Scope | None:
     if opened.runs().empty:
         explain_empty(opened)
-        return
-    layout.show(opened, view, reading)
+        return None
+    scope = layout.show(opened, view, reading)
     selection = Selection(opened, reading.where.without(*RECIPES.ignored_fields))
     _repeat(selection, reading.values, view)
     if reading.values["of"] == "cost":
         _measure(selection, reading.values, view)
+    return scope
 
 
 def _measure(selection: Selection, values: dict[str, Any], view: View) -> None:

@@ -20,7 +20,7 @@ from binade.app.questions.recipes import bands, charts
 from binade.app.questions.shared.event_marks import with_events
 from binade.app.questions.shared.labels import thinned, thinned_note
 from binade.app.questions.shared.runs import every_run, references_of, run_looks, run_titles, some_runs
-from binade.app.questions.shared.scope import Used
+from binade.app.questions.shared.scope import Scope
 from binade.app.questions.shared.selection import Selection
 from binade.app.questions.shared.unscaled import with_scale
 from binade.app.style import MEASURES
@@ -325,7 +325,7 @@ def gradients(
         notes.append("In later iterations the weights have drifted apart as well.")
     if rounds_to_e5m2(runs):
         notes.append("Plain mxfp8 rounds gradients to mxfp8_e5m2.")
-    return Drawn((*figures, *map(Text, notes)), verdict, used=used_by(opened, runs, ((len(together), "pair"),)))
+    return Drawn((*figures, *map(Text, notes)), verdict, scope=used_by(opened, runs, ((len(together), "pair"),)))
 
 
 def ladder(
@@ -361,10 +361,10 @@ def ladder(
     return Drawn((figure, shown, *map(Text, answer.notes)), answer.verdict, answer.problems, used)
 
 
-def used_by(opened: Catalog, runs: pd.DataFrame, counts: tuple[tuple[int, str], ...]) -> Used:
+def used_by(opened: Catalog, runs: pd.DataFrame, counts: tuple[tuple[int, str], ...]) -> Scope:
     """These runs of a table and what they are compared with."""
     used = dict.fromkeys([*runs["run_id"], *references_in(runs)])
-    return Used(Filter(run_id=tuple(used)), counts, len(opened.runs()))
+    return Scope(Filter(run_id=tuple(used)), counts, len(opened.runs()))
 
 
 def _of_runs(by_run: pd.DataFrame, name: str) -> list[evidence.Named]:

@@ -17,6 +17,7 @@ from binade.app.formatting import bytes_text, plain
 from binade.app.jobs.recipe_table import is_recipe
 from binade.app.questions import layout
 from binade.app.questions.shared.runs import every_run, matching, run_titles, with_plain_runs
+from binade.app.questions.shared.scope import Scope
 from binade.app.show import displayed, with_texts
 from binade.app.state import explain_empty
 from binade.app.view import Reading, View
@@ -44,11 +45,11 @@ STATES = {
 }
 
 
-def show(opened: Catalog, view: View, reading: Reading) -> None:
+def show(opened: Catalog, view: View, reading: Reading) -> Scope | None:
     every = opened.runs(damaged=True)
     if every.empty:
         explain_empty(opened)
-        return
+        return None
     every = matching(opened, reading.where, every)
     runs = every[every["damage"].isna()]
     shared = _shared(every)
@@ -64,7 +65,7 @@ def show(opened: Catalog, view: View, reading: Reading) -> None:
     for model, config in runs.drop_duplicates("model")[["model", "config"]].itertuples(index=False):
         if note := on_a_grid(config):
             st.caption(plain(f"{model}: {note}"))
-    layout.show_question(opened, view, reading)
+    return layout.show_question(opened, view, reading)
 
 
 def _recipes(compared: Comparison) -> None:

@@ -18,7 +18,7 @@ from binade.app.questions.shared import loss_chart
 from binade.app.questions.shared.event_marks import events_of
 from binade.app.questions.shared.labels import thinned_note
 from binade.app.questions.shared.runs import matching, run_looks, some_runs, with_plain_runs
-from binade.app.questions.shared.scope import Used
+from binade.app.questions.shared.scope import Scope
 from binade.app.questions.shared.selection import Selection
 from binade.data import comparison, evidence
 from binade.data.catalog import Catalog
@@ -132,10 +132,10 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     marks = pd.concat([_marks(compared, table, recipes), _ends(diverged, table, recipes)])
     chart = loss_chart.losses(table, looks, events, smooth, seeds, marks, unit)
     figure = Figure("losses", chart, table, words, note=drawn, height=height)
-    used = Used(Filter(run_id=tuple(latest["run_id"])), ((table["group"].nunique(), "line"),), len(runs))
+    scope = Scope(Filter(run_id=tuple(latest["run_id"])), ((table["group"].nunique(), "line"),), len(runs))
     items: tuple[Item, ...] = (figure, *map(Text, compared.missing))
     verdict = evidence.together(_diverged(diverged), *compared.leaving)
-    return Drawn(items, verdict, tuple(filter(None, (note, comparison.other_unit(latest)))), used)
+    return Drawn(items, verdict, tuple(filter(None, (note, comparison.other_unit(latest)))), scope)
 
 
 def _compared(opened: Catalog, runs: pd.DataFrame) -> Comparison:

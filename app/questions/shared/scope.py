@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from typing import Self
 
 from binade.app.formatting import first_formats
 from binade.app.questions.shared.runs import every_run, labels_of
@@ -17,48 +18,31 @@ OF_RUNS = ("recipe", "quant_type")  # with groups by one of these, a run of each
 
 
 @dataclass(frozen=True)
-class Used:
-    """What an answer says that it used.
+class Scope:
+    """What an answer was computed from. The answer gives the first three, `totalled` the others.
 
     where    the filter, with its runs and iterations
-    counts   how many it has of what its tables list: ((12, "operand"),)
+    counts   how many there are of what the answer's tables list: ((12, "operand"),); () where these are tensors
     of_runs  how many runs it could have used; 0 for those with tensors that the user's filter selects
+    runs, tensors, with_values  how many runs and tensors `where` selects, and how many of these have values on disk
     """
 
     where: Filter
     counts: tuple[tuple[int, str], ...] = ()
     of_runs: int = 0
-
-
-@dataclass(frozen=True)
-class Scope:
-    """What an answer was computed from.
-
-    where    the filter, with the runs and iterations that were chosen for it
-    format   that it shows, USED for the one of each GEMM, or ""
-    tensors, with_values  that `where` selects, and how many of these have values on disk
-    runs, of_runs  how many runs it selects, and how many the user's own filter does
-    counts   of `Used`; () before the answer is known
-    """
-
-    where: Filter
-    format: str = ""
+    runs: int = 0
     tensors: int = 0
     with_values: int = 0
-    runs: int = 0
-    of_runs: int = 0
-    counts: tuple[tuple[int, str], ...] = ()
 
-    @classmethod
-    def of(cls, opened: Catalog, chosen: Filter, used: Used, fmt: str) -> Scope:
-        """chosen: the user's filter."""
-        where, totals = used.where, opened.totals(used.where)
-        runs, of_runs = totals.runs, used.of_runs
+    def totalled(self, opened: Catalog, chosen: Filter) -> Self:
+        """The scope with its totals. chosen: the user's filter."""
+        totals = opened.totals(self.where)
+        runs, of_runs = totals.runs, self.of_runs
         if of_runs:  # these may have losses alone
-            runs = len(where.run_id)
+            runs = len(self.where.run_id)
         else:
-            of_runs = runs if chosen == where else opened.totals(chosen).runs
-        return cls(where, fmt, totals.tensors, totals.with_values, runs, of_runs, used.counts)
+            of_runs = runs if chosen == self.where else opened.totals(chosen).runs
+        return replace(self, of_runs=of_runs, runs=runs, tensors=totals.tensors, with_values=totals.with_values)
 
     @property
     def sentence(self) -> str:

@@ -19,7 +19,7 @@ from binade.app.questions.shared.distributions import Distribution, log2_histogr
 from binade.app.questions.shared.families import differences
 from binade.app.questions.shared.operands import along
 from binade.app.questions.shared.rounded import NOT_RECORDED, applied
-from binade.app.questions.shared.scope import Used, scoped
+from binade.app.questions.shared.scope import Scope, scoped
 from binade.app.questions.shared.selection import Of, SelectedTensor, recorded_in
 from binade.app.questions.what_if import charts, compute
 from binade.collector.advice import scales
@@ -106,7 +106,7 @@ class TrialPlan:
     over: str
     said: tuple[str, ...] = ()
     gemm: str = ""  # of one tensor
-    used: Used | None = None  # of several
+    scope: Scope | None = None  # of several
 
     @property
     def limit(self) -> int:
@@ -121,7 +121,7 @@ def draw(
     if not made.trials or not made.ids:
         return Drawn(problems=made.said)
     drawn = results(selected, made, tried(selected.opened, made, done))
-    return replace(drawn, items=(*_offers(selected, values), *drawn.items), used=made.used)
+    return replace(drawn, items=(*_offers(selected, values), *drawn.items), scope=made.scope)
 
 
 def _offers(selected: SelectedTensor, values: dict[str, Any]) -> Iterator[Offers]:
@@ -175,8 +175,8 @@ def plan(selected: SelectedTensor, values: dict[str, Any]) -> TrialPlan:
     ids, note = _operands(selected.opened, where, with_tokens=centered)
     if not ids:
         note = f"No operand with values on disk was selected: {where.sentence()}."
-    used = Used(where, ((len(ids), "operand"),))
-    return TrialPlan(trials, ids, over, (*said, note) if note else tuple(said), used=used)
+    scope = Scope(where, ((len(ids), "operand"),))
+    return TrialPlan(trials, ids, over, (*said, note) if note else tuple(said), scope=scope)
 
 
 def _operands(opened: Catalog, where: Filter, with_tokens: bool) -> tuple[list[str], str]:
@@ -232,7 +232,7 @@ def results(selected: SelectedTensor, made: TrialPlan, tried: Tried) -> Drawn:
     table = table.drop(columns="each")
     sampled = selected.x.numel() > made.limit if len(made.ids) == 1 else True
     how = f"a sample of whole lines, at most {made.limit:,} values per tensor" if sampled else "exact"
-    what = source(made.used.where, f"{len(made.ids)} operands ({how})") if made.used else selected.source(how)
+    what = source(made.scope.where, f"{len(made.ids)} operands ({how})") if made.scope else selected.source(how)
     definitions = " ".join(
         f"{METRICS[name].label}: {METRICS[name].definition}." for name, *_ in format_charts.ERROR_PANELS
     )
@@ -247,7 +247,7 @@ def results(selected: SelectedTensor, made: TrialPlan, tried: Tried) -> Drawn:
         for index, panel in enumerate(format_charts.trial_panels(table))
     ]
     rows = table.assign(format=table["label"])
-    gradients = bool(made.used) or str(selected.row["tensor_name"]).startswith("grad_")
+    gradients = bool(made.scope) or str(selected.row["tensor_name"]).startswith("grad_")
     about = differences((one.spec for one in made.trials), gradients)
     note = " ".join(filter(None, ("Choose a row to see its format on every page.", about)))
     items.append(Table("trials", rows, COLUMNS, note=note, choose="format"))
