@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import argparse
 
-from tests.data.null_cases import misses_rho, names_gap, names_slope, names_trend, share
+from tests.data.null_cases import names_gap, names_slope, names_trend, share
 
 DEVIATIONS = (0.0, 0.004, 0.008, 0.015)
 AUTOCORRELATIONS = (0.0, 0.5, 0.8, 0.9)
-CORRELATIONS = (0.0, 0.5, 0.7, 0.9)
 
 
 def main() -> None:
@@ -30,9 +29,6 @@ def main() -> None:
         for fall in (4, 8, 16):
             found = [share(cases, names_trend, points, phi, fall, 1) for phi in AUTOCORRELATIONS]
             rows.append((f"found: a fall by {fall} deviations, {points} iterations", "the same", found))
-    for pairs in (4, 9, 10, 20, 50):
-        found = [share(cases, misses_rho, pairs, r) for r in CORRELATIONS]
-        rows.append((f"Spearman's interval misses, {pairs} pairs", f"r {CORRELATIONS}", found))
     for sentence, over, found in rows:
         print(f"{sentence:<52} {over:<42} {', '.join(f'{value:g}' for value in found)}")
 

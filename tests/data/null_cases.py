@@ -13,7 +13,6 @@ import numpy as np
 from scipy.signal import lfilter
 
 from binade.data import evidence
-from binade.data.evidence import RHO, Estimate
 from binade.data.fields import Field
 from binade.data.held_out import HeldOut, differences, held_out_gap, held_out_sentence
 
@@ -66,11 +65,3 @@ def names_trend(rng: Random, points: int, phi: float, fall: float = 0.0, layers:
     rows = correlated(rng, phi, (layers, points)) - fall * np.linspace(0, 1, points)
     items = [(f"layer {at}", evidence.trend(DB, range(points), row, "iterations")) for at, row in enumerate(rows)]
     return "no trend over iterations" not in evidence.trends(items, "The SQNR", "over iterations", "layers")
-
-
-def misses_rho(rng: Random, pairs: int, r: float) -> bool:
-    """Whether Spearman's interval misses ρ of the normal distribution with correlation r."""
-    x, y = rng.multivariate_normal([0, 0], [[1, r], [r, 1]], pairs).T
-    found: Estimate = evidence.correlation(x, y, "operands")
-    assert found.measure is RHO
-    return not found.low <= 6 / math.pi * math.asin(r / 2) <= found.high

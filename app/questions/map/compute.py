@@ -14,12 +14,11 @@ import pandas as pd
 from binade.app.budget import SCORE, RoundingCost, check
 from binade.app.questions.shared.operands import GEMMS, OTHER, along
 from binade.data.catalog import SHOWN_ERRORS, STATISTICS, USED, Catalog, CatalogError, format_condition, part, quantiles
-from binade.data.evidence import Measure, Sentence
+from binade.data.evidence import Measure
 from binade.data.fields import MODULES
 from binade.data.filter import Filter
 from binade.data.names import name_of
 from binade.data.parity_results import Parity, read_parity
-from binade.data.reliability import reliability
 from binade.data.runs import RunError
 from binade.data.store import TensorFileError
 from binade.data.student import quantile
@@ -29,17 +28,16 @@ from binade.quant.metrics import score
 from binade.quant.normal import VS_NORMAL, normal_sqnr
 from binade.quant.specs import Spec
 
-LOSS_CHANGE, EFFECT, RESULT, SPREAD = "loss_change", "effect", "result_sqnr_db", "scale_spread"
+EFFECT, RESULT, SPREAD = "effect", "result_sqnr_db", "scale_spread"
 TENSOR_SCALE, PARITY = "tensor_scale", "parity_change"
 OVER_SEQUENCES = {
-    LOSS_CHANGE: "95% interval",
     EFFECT: "95% interval over sequences",
     PARITY: "95% interval over sequences",
 }
 """The metrics whose cells are means over sequences, with what the interval of a cell is."""
 # What a map can show: of a format, the errors first; then statistics of the values, which depend on no format.
 ERRORS = (VS_NORMAL, *SHOWN_ERRORS)
-METRICS = (*ERRORS, LOSS_CHANGE, EFFECT, PARITY, RESULT, SPREAD, TENSOR_SCALE, *STATISTICS)
+METRICS = (*ERRORS, EFFECT, PARITY, RESULT, SPREAD, TENSOR_SCALE, *STATISTICS)
 RESULTS = {"qk": "attention_scores"}  # the result of a product, where it is not called output
 # The products in the order of the network: modules, and the two products of attention.
 PRODUCTS = tuple(name for module in MODULES for name in (("QK", "PV") if module == "core" else (module,)))
@@ -81,13 +79,11 @@ def cells(catalog: Catalog, where: Filter, fmt: str, metric: str, across: str, e
     """The cells of a map: gemm, product, tensor, expert, `across` (layer_index or iteration), value, low, high, tensors
     (how many), broken (how many of these have no value because of NaN or Inf), tensor_id (of the worst).
 
-    value is the median of the tensors' own values, low and high their 10th and 90th percentile; of the predicted loss
-    change it is the sum over experts and ranks, the mean over sequences, with its 95% interval.
+    value is the median of the tensors' own values, low and high their 10th and 90th percentile; of a measured
+    effect they are its 95% interval over sequences.
     expanded: the product whose experts have rows of their own. Tensors of no layer are left out.
     """
-    if metric == LOSS_CHANGE:
-        table = _loss_changes(catalog, where, fmt)
-    elif metric == EFFECT:
+    if metric == EFFECT:
         table = _effects(catalog, where, fmt)
     elif metric == PARITY:
         table = _parity(catalog, where)
@@ -202,24 +198,6 @@ def computed(
 def _product() -> str:
     """SQL for the product of a tensor: its module, or QK or PV."""
     return f"CASE WHEN {part()} IN ('QK', 'PV') THEN {part()} ELSE coalesce(tensor.module, 'none') END"
-
-
-def doubt(catalog: Catalog, where: Filter, fmt: str) -> Sentence:
-    """Why the predicted loss changes of the cells do not tell operands apart; empty if they do."""
-    table = catalog.operand_costs(where)
-    changes = table[(table["format"] == fmt) & (table["gemm"] == Gemm.FORWARD.value) & table["change"].notna()]
-    return reliability(changes["by_sequence"]).doubt
-
-
-def _loss_changes(catalog: Catalog, where: Filter, fmt: str) -> pd.DataFrame:
-    table = catalog.operand_costs(where)
-    table = table[(table["format"] == fmt) & (table["gemm"] == Gemm.FORWARD.value) & table["change"].notna()]
-    error = table["change_error"].astype(float) * (table["sequences"] - 1).map(quantile)
-    return table.assign(
-        product=table["part"].where(table["part"].isin(("QK", "PV")), table["module"]),
-        tensor=table["tensor_name"], expert=None, value=table["change"],
-        low=table["change"] - error, high=table["change"] + error, tensors=table["micro_batches"],
-    )[["gemm", "product", "tensor", "expert", LAYER, "value", "low", "high", "tensors", "tensor_id"]]  # fmt: skip
 
 
 def _effects(catalog: Catalog, where: Filter, fmt: str) -> pd.DataFrame:

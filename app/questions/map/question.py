@@ -16,14 +16,14 @@ from binade.app.figure import Column, Drawn, Figure, Table, source
 from binade.app.formatting import evenly
 from binade.app.params import AnyText, One, in_format
 from binade.app.questions.map import charts, compute
-from binade.app.questions.map.compute import EFFECT, ITERATION, LAYER, LOSS_CHANGE, PARITY, RESULT, MapRow
+from binade.app.questions.map.compute import EFFECT, ITERATION, LAYER, PARITY, RESULT, MapRow
 from binade.app.questions.map.standing_out import Headline, broken, cause_of, headline
 from binade.app.questions.question import Question
 from binade.app.questions.shared import board_charts
 from binade.app.questions.shared.operands import OTHER, operand
 from binade.app.questions.shared.rounded import NOT_RECORDED
 from binade.app.questions.shared.runs import every_run
-from binade.app.questions.shared.scope import OF_RUNS, Used, scope_of, scoped, unrounded
+from binade.app.questions.shared.scope import OF_RUNS, Used, scope_of, scoped
 from binade.app.questions.shared.selection import Selection
 from binade.app.questions.shared.unscaled import with_scale
 from binade.app.style import MEASURES
@@ -31,14 +31,13 @@ from binade.data import evidence
 from binade.data.catalog import USED, Catalog
 from binade.data.evidence import Measure, Sentence
 from binade.data.filter import Filter
-from binade.data.reliability import PREDICTION
 from binade.data.run_table import OF_MODEL
 from binade.data.text import counted
 from binade.quant.normal import VS_NORMAL, normal_sqnr
 from binade.quant.specs import Spec
 
 MOST_COLUMNS = 240
-OF_FORMAT = (*compute.ERRORS, LOSS_CHANGE, EFFECT, compute.SPREAD)
+OF_FORMAT = (*compute.ERRORS, EFFECT, compute.SPREAD)
 ACROSS = Control(
     name="across", label="Columns", param=One((LAYER, ITERATION)), titles={LAYER: "layers", ITERATION: "iterations"},
     row="map",
@@ -128,8 +127,6 @@ class Map:
 
 
 def within(opened: Catalog, where: Filter, values: Mapping[str, Any]) -> Filter:
-    """A predicted loss change is that of a run that rounds nothing."""
-    where = unrounded(opened, where) if values["metric"] == LOSS_CHANGE else where
     apart = (ITERATION,) if values["across"] == ITERATION else ()
     return scoped(opened, where, apart, scored=True)
 
@@ -140,8 +137,6 @@ def map_of(opened: Catalog, where: Filter, values: dict[str, Any]) -> Map | str:
     measure, fmt = MEASURES[metric], values["format"] if values["metric"] in OF_FORMAT else ""
     if metric in OF_FORMAT and not fmt:
         return "No operand is scored in any format. Choose a statistic of the values, such as absmax, as metric."
-    if metric == LOSS_CHANGE and across == ITERATION:
-        return "The predicted loss change is a sum over a recording, not shown by iteration."
     if metric in (EFFECT, PARITY) and across == ITERATION:
         return f"The {measure.inline} is that of one set of weights, not shown by iteration."
     left_out = ""
@@ -243,11 +238,6 @@ def _nothing(opened: Catalog, where: Filter, metric: str, fmt: str) -> str:
             f"No block scales were measured {in_format(fmt)}: choose a format with block scales, and a run recorded "
             "with “blocks” under Also measured (--measures blocks)."
         )
-    if metric == LOSS_CHANGE:
-        return (
-            f"No gradient was recorded for operands that are scored in {fmt}: record a run with a backward pass and "
-            "with “loss” under Also measured (--measures loss)."
-        )
     if metric == EFFECT:
         return (
             f"No effect was measured in {fmt} for a model with these weights: binade measure --by site --formats {fmt}."
@@ -295,8 +285,7 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
         return Drawn(problems=(map_,))
     measure, scope = map_.measure, scope_of(opened, map_.where)
     title = style.title(map_.title, f"{scope} · {len(map_.table):,} cells")
-    several = "the mean over sequences of their sum" if measure.key == LOSS_CHANGE else "their median"
-    several = "" if measure.key in (EFFECT, PARITY) else f"; of several tensors in a cell, {several}"
+    several = "" if measure.key in (EFFECT, PARITY) else "; of several tensors in a cell, their median"
     definition = f"{measure.label}: {measure.definition}{several}."
     if measure.key in compute.ERRORS:
         definition += " A tensor that two GEMMs take is an operand of each, and has a cell in each."
@@ -399,12 +388,8 @@ def _verdict(opened: Catalog, map_: Map) -> Sentence:
     measure, of = map_.measure, "layers" if map_.across == LAYER else "iterations"
     said = headline_of(opened, map_)
     if said is None:
-        predicted = measure.key == LOSS_CHANGE and not map_.against
-        if predicted and (doubt := compute.doubt(opened, map_.where, map_.fmt)):
-            return evidence.together(doubt, PREDICTION)
         items = [(str(row["kind"]), evidence.spread(measure, row, of)) for row in map_.kinds.to_dict("records")]
-        named = evidence.extreme(items, f"median {map_.title}", lowest=measure.low_is_bad)
-        return evidence.together(named, PREDICTION) if predicted else named
+        return evidence.extreme(items, f"median {map_.title}", lowest=measure.low_is_bad)
     sentence = said.sentence
     scaled = None if map_.fmt == USED else with_scale(map_.fmt)
     if scaled and str(scaled) in opened.scored_formats(map_.where) and len(map_.kinds):
@@ -437,7 +422,7 @@ MAP = Question(
     draw=draw,
     controls=(ACROSS, EXPERTS),
     narrow=_controls,
-    as_used=lambda values: values["metric"] not in (LOSS_CHANGE, EFFECT),
+    as_used=lambda values: values["metric"] != EFFECT,
     within=within,
     scoped=("metric", "format", "versus"),
     selects={"cell": lambda opened: AnyText()},
