@@ -434,6 +434,8 @@ def table_files(directory: Path) -> dict[str, Path]:
 
 # Columns that segments of earlier versions do not have: they are null there.
 ADDED = {"second_sqnr_db", "pairs_left_out"}
+# Columns of scores that segments of earlier versions have, and that nothing reads.
+FORMER = {name: pa.list_(_REAL) for name in ("loss_first_by_sequence", "loss_second_by_sequence")}
 
 
 def read_tables(
