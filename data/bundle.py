@@ -34,7 +34,7 @@ from binade.data.catalog import Catalog
 from binade.data.events import read_events
 from binade.data.read_tables import UnreadableError, check_readable
 from binade.data.runs import RUNNING, RunError, RunInfo, fingerprint, list_runs, read_run, run_names
-from binade.data.segment import ADDED, MANIFEST, TABLES, SegmentError, manifest, table_files
+from binade.data.segment import ADDED, FORMER, MANIFEST, TABLES, SegmentError, manifest, table_files
 from binade.data.store import (
     TensorFileError,
     check_content,
@@ -401,7 +401,8 @@ def _check_rows(segment: Path) -> None:
                 continue
             if not types.get(column.name, pa.null()).equals(column.type):
                 _refuse(f"{segment.name}/{name}.parquet has no column {column.name} of type {column.type}")
-        if len(schema) > len(types) or types.keys() - set(TABLES[name].names):
+        former = FORMER.items() & types.items() if name == "score" else ()
+        if len(schema) > len(types) or types.keys() - set(TABLES[name].names) - {column for column, _ in former}:
             _refuse(f"{segment.name}/{name}.parquet has unknown columns, or one twice")
         if _in_memory(path) > LARGEST_TABLE:
             _refuse(f"{segment.name}/{name}.parquet takes more than {LARGEST_TABLE >> 30} GiB of memory")

@@ -12,7 +12,6 @@ compared: what samples cannot tell apart, a sentence calls not distinguishable.
 | two runs that differ by chance | 0: their difference | 95% of such differences, Student's t |
 | values of a sample | share | Wilson's, 95% |
 | sequences, micro-batches, passes | mean or total | from the standard error over them, Student's t, 95% |
-| pairs | Spearman's ρ | Bonett and Wright's, 95%, from FEWEST_PAIRS on |
 """
 
 from __future__ import annotations
@@ -28,14 +27,12 @@ from binade.data.student import noncentrality, quantile
 
 Measure = Field
 LEVEL = 0.05  # the share of sentences that may name a difference where there is none
-FEWEST_PAIRS = 10  # of an interval of Spearman's ρ: with fewer it does not cover it
 NAMED = 4  # things that a sentence names
 EQUAL = 0.01  # relative difference of two exact values that are called equal
 
 
 GAP = Measure("gap", "Gap", "nats", "loss minus that of the reference run, in nats per token", "+.4f")
 SHARE = Measure("share", "Share", "%")
-RHO = Measure("rho", "Spearman’s ρ", format=".2f")
 
 
 @dataclass(frozen=True)
@@ -203,23 +200,6 @@ def between_alike(measure: Measure, groups: Iterable[Sequence[float]], of: str) 
     degrees = sum(len(group) - 1 for group in several)
     deviation = math.sqrt(sum(statistics.variance(group) * (len(group) - 1) for group in several) / degrees)
     return between_two(measure, deviation, degrees, degrees + len(several), of)
-
-
-def correlation(a: Iterable[float], b: Iterable[float], of: str) -> Estimate:
-    """Spearman's ρ with its 95% interval: Fisher's z with the variance (1 + ρ²/2)/(n - 3) of Bonett and Wright (2000),
-    from FEWEST_PAIRS pairs on. NaN for fewer than four pairs, or if one side is constant."""
-    from scipy.stats import spearmanr
-
-    pairs = [(x, y) for x, y in zip(a, b, strict=True) if math.isfinite(x) and math.isfinite(y)]
-    n = len(pairs)
-    if n < 4 or any(len(set(side)) < 2 for side in zip(*pairs, strict=True)):
-        return Estimate(RHO, math.nan, -math.inf, math.inf, n, of, "correlation", math.nan)
-    rho = float(spearmanr(*zip(*pairs, strict=True)).statistic)
-    if n < FEWEST_PAIRS:
-        return Estimate(RHO, rho, -math.inf, math.inf, n, of, "correlation", math.nan)
-    middle, margin = math.atanh(min(max(rho, -1 + 1e-12), 1 - 1e-12)), 1.96 * math.sqrt((1 + rho**2 / 2) / (n - 3))
-    low, high = math.tanh(middle - margin), math.tanh(middle + margin)
-    return Estimate(RHO, rho, low, high, n, of, "correlation", (high - low) / 3.92)
 
 
 def holm(estimates: Sequence[Estimate]) -> list[bool]:

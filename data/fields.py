@@ -195,9 +195,6 @@ _FIELDS = (
     _statistic("non_finite", "(nans + infs) / nullif(numel, 0)", "NaN and Inf",
                "share of the elements that are NaN or infinite", "%"),
     # Metrics that collections measure.
-    Field("loss_change", "Predicted loss change", "nats", "mean over micro-batches of Σg·e + N·½Σg²e², where g is the "
-          "gradient of the loss through this operand, e its rounding error and N the number of tokens in the "
-          "micro-batch", "+.3g"),
     Field("effect", "Measured loss change", "nats", "loss with both operands of the product rounded minus loss "
           "without, on the same weights and sequences, mean over sequences", "+.3g"),
     Field("parity_change", "Change of log-probabilities", "nats", "mean |Δ log-probability| of a text's tokens with "

@@ -6,7 +6,7 @@
 | reordering | weights, data | bits: order of reduction, parallel layout, machine |
 
 A band holds 95% of the gaps between two such runs, each gap the mean over the same iterations. Runs count if they state
-all their settings: see `same_data.states_all`. Gaps of other models are in data.published_gaps.
+all their settings: see `same_data.states_all`.
 """
 
 from __future__ import annotations

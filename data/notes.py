@@ -40,7 +40,7 @@ def on_a_grid(config: str) -> str | None:
 
 def rounded_twice(configs: Iterable[Mapping[str, Any]], everywhere: bool = False) -> Sentence:
     """A sentence on comparisons of these runs, empty where none rounds weights that were dequantized from another
-    format: a loss gap, or a predicted loss change, then contains the rounding of these weights. configs: run.json of
+    format: a loss gap, or a measured effect, then contains the rounding of these weights. configs: run.json of
     each. everywhere: whether weights count that the run does not round."""
     kinds: dict[str, None] = {}
     for config in configs:

@@ -14,10 +14,16 @@ from pydantic.dataclasses import dataclass
 
 from binade.data.json_files import STRICT
 from binade.data.parity import MEASURES
-from binade.data.published_gaps import FigureOrigin
 from binade.data.text import markdown_table
 
 Text = Annotated[str, Field(min_length=1)]
+
+
+class FigureOrigin(Enum):
+    """How a figure was obtained: read in the source, or seen in an excerpt of it."""
+
+    READ = "read"
+    EXCERPT = "excerpt"
 
 
 class ValueKind(Enum):

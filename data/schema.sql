@@ -125,8 +125,6 @@ CREATE TABLE score (
     format        VARCHAR,
     gemm          VARCHAR,              -- forward, dgrad, wgrad; null if not known
     used          BOOLEAN,              -- whether that GEMM used the tensor in this format
-    loss_first_by_sequence DOUBLE[],    -- predicted change in each sequence's loss, in nats per token, to first order: sum of gradient * error; one number where sequences are not known; null without a gradient
-    loss_second_by_sequence DOUBLE[],   -- the same to second order: half the sum of (gradient * error)² with gradients of sampled labels; null if there was no pass with such labels
     second_sqnr_db DOUBLE,              -- of an operand that the GEMM rounded from its rounded forward value: of this rounding alone, while sqnr_db and the others are of both; null for others, and in a row that ranks merged
     tensor_scale  DOUBLE,               -- this and the next two: as in tensor, for a used format; else null
     noise_seed    BIGINT,

@@ -1,4 +1,4 @@
-"""Queries about the formats that operands were scored in: their errors, and the loss changes that these predict."""
+"""Queries about the formats that operands were scored in: their errors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from binade.data.filter import Filter
 from binade.data.intake import same
 from binade.data.open_index import CatalogError, OpenIndex
 from binade.data.segment import ERROR_COLUMNS
-from binade.data.student import quantile
 from binade.data.tensor_kinds import OF_ROUTER, TENSOR_KINDS, Product
 from binade.quant.specs import Spec, known_specs
 
@@ -17,10 +16,6 @@ from binade.quant.specs import Spec, known_specs
 OWN_SCORE = "score.gemm IS NOT DISTINCT FROM tensor.gemm"
 USED = "used"  # in place of a format: the one that each GEMM rounded its operand to
 MICRO_BATCH = ("run_id", "iteration", "micro_batch", "dp_rank")
-MOST_DEGREES = 100  # of freedom, beyond which Student's t is taken as for so many
-# The sums over operands of a term's orders; NaN if an operand lacks its second order.
-_ADDED = """sum(first) AS first, CASE WHEN count(second) = count(*) THEN sum(second) ELSE 'nan'::DOUBLE END AS second"""
-_ERROR = "CASE WHEN count(first) > 1 THEN stddev_samp({0}) / sqrt(count(first)) ELSE 'nan'::DOUBLE END"
 
 
 def format_condition(fmt: str) -> tuple[str, list[str]]:
@@ -113,96 +108,32 @@ class ScoreQueries(OpenIndex):
             [*parameters, *of_format],
         )
 
-    def loss_changes(self, fmt: str, by: tuple[str, ...], where: Filter | None = None) -> pd.DataFrame:
-        """Return the predicted change of each micro-batch's loss from rounding the selection's forward operands to a
-        format: by's columns and those of MICRO_BATCH, tensors, first and second (the terms of first and second order,
-        in nats per token), first_error, second_error and error (the standard errors over sequences of first, second and
-        their sum; NaN for one sequence), by_sequence (the changes of the sequences, both orders), and the tensor_id of
-        the largest change.
+    def scored_operands(self, where: Filter | None = None) -> pd.DataFrame:
+        """Return how each scored format rounds each operand of each GEMM of the selection, one row per layer_index,
+        module, part (linear, QK, PV, router), gemm, tensor_name and format.
 
-        Several operands add up, sequence by sequence; if those of one operand of the micro-batch are not known, it
-        counts as one sequence. A term is NaN if that of any operand is NaN or was not recorded. Operands whose gradient
-        was not recorded are left out. Raises CatalogError for another column.
-        """
-        condition, parameters = self.condition(where)
-        groups = dict.fromkeys((*map(self._column, by), *MICRO_BATCH))
-        columns = ", ".join(f"tensor.{name}" for name in groups)
-        names = ", ".join(groups)
-        condition = f"{condition} AND score.gemm = 'forward' AND score.format = ?"
-        return self.ask(
-            f"""
-            WITH {_terms(f"{columns}, tensor.tensor_id", condition)},
-            sequence AS (
-                SELECT {names}, sequence, count(DISTINCT tensor_id) AS tensors, {_ADDED},
-                       arg_max(tensor_id, first + second) AS tensor_id, max(first + second) AS largest
-                FROM term WHERE first IS NOT NULL GROUP BY ALL
-            )
-            SELECT {names}, max(tensors) AS tensors, avg(first) AS first, avg(second) AS second,
-                   {_ERROR.format("first")} AS first_error, {_ERROR.format("second")} AS second_error,
-                   {_ERROR.format("first + second")} AS error,
-                   list(first + second ORDER BY sequence) AS by_sequence, arg_max(tensor_id, largest) AS tensor_id
-            FROM sequence GROUP BY ALL ORDER BY ALL
-            """,
-            [*parameters, str(Spec.of(fmt))],
-        )
-
-    def operand_costs(self, where: Filter | None = None) -> pd.DataFrame:
-        """Return the cost of each scored format for each operand of each GEMM of the selection, one row per
-        layer_index, module, part (linear, QK, PV, router), gemm, tensor_name and format, with means over sequences.
-
-        values: how many the operand has in a micro-batch. noise: ‖e‖² / ‖x‖². first, second: the terms of
-        `loss_changes`, null where no gradient was recorded, NaN where one is not finite or second order was not
-        measured. change: second, and first where its 95% interval over sequences (Student's t) leaves out 0; cost: the
-        same without first terms that lower the loss, by which a choice among many would pick chance. first_error,
-        second_error, change_error: standard errors over sequences. by_sequence: the change of each sequence, in the
-        same order for all operands. tensor_id: the operand with the largest noise. Experts and tensor-parallel ranks
-        add up.
+        values: how many the operand has in a micro-batch. noise: ‖e‖² / ‖x‖². tensor_id: the operand with the largest
+        noise. Experts and tensor-parallel ranks add up.
         """
         condition, parameters = self.condition(where)
         place = f"tensor.layer_index, tensor.module, {part()} AS part, score.gemm, tensor.tensor_name, score.format"
         names = "layer_index, module, part, gemm, tensor_name, format"
         batch = ", ".join(f"tensor.{name}" for name in MICRO_BATCH)
-        order = ", ".join((*MICRO_BATCH, "sequence"))
-
         return self.ask(
             f"""
-            WITH {_terms(f"{place}, {batch}", f"{condition} AND score.gemm IS NOT NULL")}, each AS (
+            WITH each AS (
                 SELECT {place}, {batch}, sum(numel) AS values,
                        sum(rms * rms * (numel - nans - infs)) AS signal,
                        sum(score.mse * (numel - nans - infs)) AS noise,
                        arg_max(tensor_id, score.mse / nullif(rms * rms, 0)) AS tensor_id
                 FROM score JOIN tensor USING (key)
                 WHERE {condition} AND score.gemm IS NOT NULL GROUP BY ALL
-            ), operand AS (
-                SELECT {names}, count(*) AS micro_batches, avg(values) AS values,
-                       sum(noise) / nullif(sum(signal), 0) AS noise,
-                       arg_max(tensor_id, noise / nullif(signal, 0)) AS tensor_id
-                FROM each GROUP BY ALL
-            ), sequence AS (
-                SELECT {names}, {", ".join(MICRO_BATCH)}, sequence,
-                       {_ADDED.replace("CASE WHEN", "CASE WHEN count(first) < count(*) THEN NULL WHEN")}
-                FROM term GROUP BY ALL
-            ), summed AS (
-                SELECT {names}, count(first) AS sequences, avg(first) AS first, avg(second) AS second,
-                       {_ERROR.format("first")} AS first_error, {_ERROR.format("second")} AS second_error,
-                       abs(avg(first)) > first_error * {_student("count(first)")} AS counts,
-                       avg(second) + CASE WHEN counts THEN avg(first) ELSE 0 END AS change,
-                       avg(second) + CASE WHEN counts THEN greatest(avg(first), 0) ELSE 0 END AS cost,
-                       list(first ORDER BY {order}) AS firsts, list(second ORDER BY {order}) AS seconds
-                FROM sequence GROUP BY ALL
-            ), listed AS (
-                SELECT * EXCLUDE (firsts, seconds, counts),
-                       CASE WHEN counts THEN list_transform(list_zip(firsts, seconds), lambda pair: pair[1] + pair[2])
-                            ELSE seconds END AS by_sequence
-                FROM summed
             )
-            SELECT {names}, micro_batches, sequences, values, noise, first, second, first_error, second_error, change,
-                   cost,
-                   CASE WHEN sequences > 1 THEN list_stddev_samp(by_sequence) / sqrt(sequences) ELSE 'nan'::DOUBLE END
-                       AS change_error, by_sequence, tensor_id
-            FROM operand JOIN listed USING ({names}) ORDER BY ALL
+            SELECT {names}, avg(values) AS values, sum(noise) / nullif(sum(signal), 0) AS noise,
+                   arg_max(tensor_id, noise / nullif(signal, 0)) AS tensor_id
+            FROM each GROUP BY ALL ORDER BY ALL
             """,
-            parameters * 2,
+            parameters,
         )
 
     def results(self, where: Filter | None = None) -> pd.DataFrame:
@@ -240,29 +171,6 @@ class ScoreQueries(OpenIndex):
             f"SELECT DISTINCT score.format FROM score JOIN tensor USING (key) WHERE {condition}", parameters
         )
         return known_specs(name for (name,) in rows)
-
-
-def _student(count: str) -> str:
-    """SQL of Student's t for a 95% interval of a mean of so many values."""
-    limits = [quantile(degrees) for degrees in range(1, MOST_DEGREES + 1)]
-    return f"list_extract({limits}, least({count} - 1, {MOST_DEGREES}))"
-
-
-def _terms(columns: str, condition: str) -> str:
-    """SQL of the table `term`: columns, and for each sequence its number and the predicted changes of first and second
-    order. A micro-batch counts as one sequence if the numbers of sequences of its operands differ."""
-    batch = ", ".join(f"tensor.{name}" for name in MICRO_BATCH)
-    mixed = f"min(len(a)) OVER (PARTITION BY {batch}) < max(len(a)) OVER (PARTITION BY {batch})"
-    return f"""term AS (
-        SELECT * EXCLUDE (a, b, mixed),
-               unnest(CASE WHEN mixed THEN [list_avg(a)] WHEN a IS NULL THEN [NULL] ELSE a END) AS first,
-               unnest(CASE WHEN mixed THEN [list_avg(b)] WHEN b IS NULL THEN [NULL] ELSE b END) AS second,
-               generate_subscripts(CASE WHEN mixed OR a IS NULL THEN [0] ELSE a END, 1) AS sequence
-        FROM (
-            SELECT {columns}, loss_first_by_sequence AS a, loss_second_by_sequence AS b, {mixed} AS mixed
-            FROM score JOIN tensor USING (key) WHERE {condition}
-        )
-    )"""
 
 
 def _scored(sound: bool = False) -> str:

@@ -129,10 +129,6 @@ class Score:
 
     gemm         forward, dgrad or wgrad; None for a tensor that is the operand of no known GEMM
     used         whether the GEMM used the tensor rounded to this format
-    loss_first_by_sequence, loss_second_by_sequence
-                 the predicted change of each sequence's loss in nats per token, to first and to second order, or one
-                 number for the micro-batch where sequences are not known: the mean is the change of the micro-batch's
-                 loss. None where no gradient, or none of sampled labels, was seen
     blocks       see quant.block_histograms; empty where they were not measured
     rounded_with of a used format; in others nothing is set
     second_sqnr_db
@@ -144,8 +140,6 @@ class Score:
     error: Errors
     gemm: str | None = None
     used: bool = False
-    loss_first_by_sequence: Sequence[float] | None = None
-    loss_second_by_sequence: Sequence[float] | None = None
     blocks: Mapping[str, Histogram] = field(default_factory=dict)
     rounded_with: RoundedWith = RoundedWith()
     second_sqnr_db: float | None = None
@@ -253,12 +247,9 @@ _ORIGIN = (
     ("file_time_ns", _LONG, "file_time_ns"),
 )
 _ROUNDED_WITH = (("tensor_scale", _REAL), ("noise_seed", _LONG), ("sign_seed", _LONG))  # fields of RoundedWith
-_BY_SEQUENCE = pa.list_(_REAL)
 _SCORE = (  # fields of a Score
     ("gemm", _TEXT),
     ("used", pa.bool_()),
-    ("loss_first_by_sequence", _BY_SEQUENCE),
-    ("loss_second_by_sequence", _BY_SEQUENCE),
     ("second_sqnr_db", _REAL),
 )
 
@@ -443,6 +434,8 @@ def table_files(directory: Path) -> dict[str, Path]:
 
 # Columns that segments of earlier versions do not have: they are null there.
 ADDED = {"second_sqnr_db", "pairs_left_out"}
+# Columns of scores that segments of earlier versions have, and that nothing reads.
+FORMER = {name: pa.list_(_REAL) for name in ("loss_first_by_sequence", "loss_second_by_sequence")}
 
 
 def read_tables(

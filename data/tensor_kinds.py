@@ -53,7 +53,6 @@ class Measure(StrEnum):
     """Optional measurements of a GEMM besides the error of its operands. They take time."""
 
     RESULT = "result"  # the error of its result, for which it runs a second time on operands that are not rounded
-    LOSS = "loss"  # the effect of each forward operand's error on the loss, predicted from its gradient
     BLOCKS = "blocks"  # scales, errors and crest factors by block
     TRACE = "trace"  # hot channels, and a few weights before and after rounding, to follow them over iterations
     ACCUMULATED = "accumulated"  # whether the optimizer sees the sum of the weight gradients of all micro-batches

@@ -18,8 +18,8 @@ Tensors are not copied for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, MutableMapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -76,27 +76,6 @@ class Observed:
 
 
 Tap = Callable[[Observed], None]
-
-
-_sampling = False
-
-
-def sampling() -> bool:
-    """Whether a backward pass of `sampled_backward` is running."""
-    return _sampling
-
-
-@contextmanager
-def sampled_backward() -> Iterator[None]:
-    """A context for a backward pass whose gradients only measure sensitivity: its GEMMs round nothing and leave the
-    histories of delayed scaling alone, and taps see gradients only. The flag is global because a GPU's backward pass
-    runs on threads of its own. A weight's gradient is zero outside the taps, so that it takes no memory."""
-    global _sampling
-    _sampling = True
-    try:
-        yield
-    finally:
-        _sampling = False
 
 
 @dataclass(frozen=True)
@@ -270,8 +249,6 @@ def gradients(
     """The gradients of a and b from that of `matmul`'s result, each if it is needed. dgrad_dtype: in which dgrad is
     computed, if not in that of its operands. rounded_a: what wgrad takes in place of a; default: what the formats
     say."""
-    if _sampling:
-        return _sampled(a, b, grad, needed, transpose_b, tap)
     gq = how.operand(grad, "dgrad_grad", -1, tap, "grad")
     da = db = None
     if needed[0]:  # [m, n] · [n, k]
@@ -306,30 +283,6 @@ def _wgrad(grad: Tensor, a: Tensor, transpose_b: bool, plus: Tensor | None = Non
     a = a.to(grad.dtype)
     left, right = (grad, a) if transpose_b else (a, grad)
     return multiply(left.transpose(-1, -2), right, plus)
-
-
-def _sampled(
-    a: Tensor, b: Tensor, grad: Tensor, needed: Sequence[bool], transpose_b: bool, tap: Tap | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of a and b in a pass of `sampled_backward`."""
-    da = db = None
-    if tap:
-        tap(Observed("grad", grad))
-    if needed[0]:
-        da = multiply(grad, b if transpose_b else b.transpose(-1, -2))
-        if tap:
-            tap(Observed("grad_a", da))
-    if needed[1]:
-        is_weight = b.dim() == 2
-        if tap or not is_weight:
-            if is_weight:
-                grad, a = grad.flatten(0, -2), a.flatten(0, -2)
-            db = _wgrad(grad, a, transpose_b)
-            if tap:
-                tap(Observed("grad_b", db))
-        if is_weight:
-            db = b.new_zeros(()).expand(b.shape)
-    return da, db
 
 
 def matmul(a: Tensor, b: Tensor, how: Rounding, *, transpose_b: bool = False, tap: Tap | None = None) -> Tensor:

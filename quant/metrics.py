@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -150,57 +149,6 @@ def share_of(part: float, noise: float) -> float:
 def sqnr_later(x: Tensor, q: Tensor) -> Later[float]:
     """`sqnr_db` of q against x, tensors of one shape."""
     return Later(lambda sums: sqnr_db(float(sums[0]), float(sums[3])), LaterPart(_error_sums(x, q)))
-
-
-def loss_terms_later(
-    x: Tensor,
-    q: Tensor | Spec,
-    gradients: Callable[[], Iterable[Tensor]],
-    dim: int = -1,
-    split: Callable[[Tensor], Sequence[Tensor]] | None = None,
-) -> Later[list[tuple[float, float]]]:
-    """The terms of the predicted effect on the loss of rounding x to q, for each of several gradients of x. With a
-    spec, q is x rounded along `dim`. split: each gradient is that of one part of x, which this function returns.
-
-    For each gradient g, in the units of the loss, with e = q - x:
-
-        first    Σ g·e
-        second   ½ Σ g²·e²
-
-    Products in float32, sums in float64. Both are NaN where x, q or the gradient is not finite.
-    """
-    x = x.detach()
-    terms: list[Tensor] = []
-    if isinstance(q, Spec) and split is None and not q.transforms and x.device.type == "cpu":
-        for gradient in gradients():
-            if (sums := cpu.score(x, q, dim, gradient=gradient.detach())) is None:
-                terms.clear()
-                break
-            terms.append(torch.from_numpy(sums))
-    if not terms:
-        rounded = apply(x, q, dim)[0] if isinstance(q, Spec) else q.detach()
-        parts = zip(split(x), split(rounded), strict=True) if split else repeat((x, rounded))
-        for (part, quantized), gradient in zip(parts, gradients(), strict=False):
-            gradient = gradient.detach()
-            sums = cpu.measure(part, quantized, gradient=gradient)
-            terms.append(_change_sums(part, quantized, gradient) if sums is None else torch.from_numpy(sums))
-
-    def pairs(*totals: np.ndarray) -> list[tuple[float, float]]:
-        sums = ((float(a), float(b)) for a, b, *_ in totals)
-        return [(a, b / 2) if math.isfinite(a) and math.isfinite(b) else (math.nan, math.nan) for a, b in sums]
-
-    return Later(pairs, *map(LaterPart, terms))
-
-
-def _change_sums(x: Tensor, q: Tensor, gradient: Tensor) -> Tensor:
-    """float64 [2] on x's device: the sums of gradient·(q-x), a product in float32, and of its square."""
-    chunk = CHUNK if x.device.type == "cpu" else DEVICE_CHUNK
-    total = torch.zeros(2, dtype=torch.float64, device=x.device)
-    parts = (torch.split(t.reshape(-1), chunk) for t in (x, q, gradient))
-    for values, rounded, slope in zip(*parts, strict=True):
-        change = ((rounded.float() - values.float()) * slope.float()).double()
-        total += torch.stack((change.sum(), change @ change))
-    return total
 
 
 def compare(

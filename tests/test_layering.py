@@ -157,7 +157,7 @@ def test_app_takes_from_the_collector_only_what_imports_no_torch():
     taken = {name for path in paths for name in imports_of(path) if name.startswith("collector.")}
     leaves = ("collector.errors", "collector.settings", "collector.datasets.inputs")
     imports = ("collector.imports.registry", "collector.imports.readers.events")
-    training = tuple(f"collector.training.{name}" for name in ("config", "devices", "plan", "slurm_options", "targets"))
+    training = tuple(f"collector.training.{name}" for name in ("config", "plan", "slurm_options", "targets"))
     allowed = (*leaves, *imports, *training, "collector.recipes", "collector.jobs", "collector.advice")
     homes = {*allowed, *(name.rpartition(".")[0] for name in allowed)}  # `from a.b import c` names a.b as well
     strangers = {n for n in taken if n not in homes and not any(n.startswith(a + ".") for a in allowed)}

@@ -6,7 +6,6 @@ from binade.app.measures.blocks import OF_BLOCKS
 from binade.app.measures.channels import HOT_RATIO, OUTLIER_PERSISTENCE
 from binade.app.measures.effect import EFFECT
 from binade.app.measures.gradients import GRADIENT_TO_NOISE
-from binade.app.measures.loss_change import LOSS_CHANGE
 from binade.app.measures.map_measure import MapMeasure
 from binade.app.measures.parity_change import PARITY
 from binade.app.measures.results import RESULT, RESULT_GAIN
@@ -16,7 +15,7 @@ from binade.data.catalog import Catalog
 from binade.data.fields import MEASURES
 
 _ALL = (
-    *OF_ERRORS, LOSS_CHANGE, EFFECT, PARITY, RESULT, RESULT_GAIN, *OF_BLOCKS, OUTLIER_PERSISTENCE, HOT_RATIO,
+    *OF_ERRORS, EFFECT, PARITY, RESULT, RESULT_GAIN, *OF_BLOCKS, OUTLIER_PERSISTENCE, HOT_RATIO,
     OSCILLATING, EDGE_EXCESS, GRADIENT_TO_NOISE, OF_TENSOR_SCALE, *OF_STATISTICS,
 )  # fmt: skip
 MAP_MEASURES: dict[str, MapMeasure] = {one.measure.key: one for one in _ALL}

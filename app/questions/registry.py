@@ -9,12 +9,10 @@ from binade.app.questions.codes.question import CODES
 from binade.app.questions.difference.question import DIFFERENCE
 from binade.app.questions.drift.question import DRIFT
 from binade.app.questions.explore.question import EXPLORE
-from binade.app.questions.loss.question import LOSS
 from binade.app.questions.map.question import MAP
 from binade.app.questions.normality.question import NORMALITY
 from binade.app.questions.pair.question import PAIR
 from binade.app.questions.parity.question import PARITY
-from binade.app.questions.predictions.question import PREDICTIONS
 from binade.app.questions.provenance.question import PROVENANCE
 from binade.app.questions.question import Question
 from binade.app.questions.recipes.question import RECIPES
@@ -37,8 +35,6 @@ QUESTIONS: tuple[Question, ...] = (
     CODES,
     RUNS,
     RECIPES,
-    LOSS,
-    PREDICTIONS,
     PARITY,
     DIFFERENCE,
     PROVENANCE,

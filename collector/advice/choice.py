@@ -6,25 +6,21 @@ A choice is made once for each group of GEMMs: x[group, pair] is 1 for the pair 
     subject to  Σ over pairs of x[group, pair] = 1                        for each group
                 Σ share[group, pair] · x[group, pair] ≤ budget
 
-The share is of what all groups take in bf16: of their bits, or of the time of their GEMMs.
+The share is of the bits that all groups take in bf16.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
-from binade.collector.advice.costs import AdviceError
-from binade.collector.advice.roofline import Roofline
+from binade.collector.advice.costs import BF16_BITS, GROUPS, AdviceError
 from binade.collector.recipes.recipe import BF16
 from binade.quant.specs import Spec
-
-GROUPS = {"site": ("layer_index", "module"), "layer": ("layer_index",), "module": ("module",), "model": ()}
-"""The groups that share a choice for each of their GEMMs, with the columns that distinguish them."""
 
 
 def family(spec: str) -> tuple[str, int | None]:
@@ -44,18 +40,12 @@ def grouped(table: pd.DataFrame, by: str) -> pd.DataFrame:
     return table.assign(group=names, first=table["field"] == first)
 
 
-def pairs(
-    table: pd.DataFrame,
-    specs: Sequence[str],
-    tiles: bool = False,
-    roofline: Roofline | None = None,
-    alike: Collection[str] = (),
-) -> pd.DataFrame:
+def pairs(table: pd.DataFrame, specs: Sequence[str], tiles: bool = False, alike: bool = False) -> pd.DataFrame:
     """The pairs of specs that each group's GEMMs can take: group, layer, a and b (the specs of the first and second
-    operand), cost, used (bits, or seconds with a roofline), share (of all that is used in bf16).
+    operand), cost, bits, share (of all bits in bf16).
 
     table: of `grouped`. specs: those allowed besides bf16. tiles: weights are rounded in tiles only.
-    alike: the groups whose operands have one spec.
+    alike: the two operands of a GEMM have one spec.
     """
     chosen = table[table["spec"].isin([*specs, BF16])]
     if tiles:
@@ -65,19 +55,13 @@ def pairs(
     both = chosen[chosen["first"]].merge(chosen[~chosen["first"]], on=gemm)
     families = {spec: family(spec) for spec in (*specs, BF16)}
     both = both[both["spec_x"].map(families) == both["spec_y"].map(families)]
-    both = both[(both["spec_x"] == both["spec_y"]) | ~both["group"].isin(alike)]
-    both = both.assign(cost=both["cost_x"] + both["cost_y"], used=both["bits_x"] + both["bits_y"])
-    if roofline:
-        columns = [*gemm[1:4], "field_x", "spec_x", "field_y", "spec_y"]
-        both["used"] = [
-            roofline.by_place[part, layer, module].seconds({a: spec_a, b: spec_b}, roofline.device)
-            for part, layer, module, a, spec_a, b, spec_b in both[columns].itertuples(index=False)
-        ]
+    both = both[both["spec_x"] == both["spec_y"]] if alike else both
+    both = both.assign(cost=both["cost_x"] + both["cost_y"], bits=both["bits_x"] + both["bits_y"])
     summed = both.groupby(["group", "spec_x", "spec_y"], as_index=False).agg(
-        layer=("layer_index", "first"), cost=("cost", "sum"), used=("used", "sum")
+        layer=("layer_index", "first"), cost=("cost", "sum"), bits=("bits", "sum")
     )
-    in_bf16 = summed.loc[summed["spec_x"] == BF16, "used"].sum()
-    return summed.rename(columns={"spec_x": "a", "spec_y": "b"}).assign(share=summed["used"] / in_bf16)
+    in_bf16 = summed.loc[summed["spec_x"] == BF16, "bits"].sum()
+    return summed.rename(columns={"spec_x": "a", "spec_y": "b"}).assign(share=summed["bits"] / in_bf16)
 
 
 def _is_tile(spec: str) -> bool:
@@ -91,10 +75,9 @@ def choose(
     share: float | None = None,
     cost: float | None = None,
     most_bf16: int | None = None,
-    quantity: Callable[[float], str] = "{:.4g} of bf16".format,
 ) -> pd.DataFrame:
     """The rows of `pairs` that cost least with at most this share in total, or that have the smallest share and cost at
-    most `cost`: one for each group. most_bf16: how many layers may have a GEMM in bf16. quantity: a share in words.
+    most `cost`: one for each group. most_bf16: how many layers may have a GEMM in bf16.
 
     Raises AdviceError if nothing is within the limit.
     """
@@ -123,10 +106,10 @@ def choose(
     if solved.status == 2:
         if share is not None and share < (least := least_share(options)):
             raise AdviceError(
-                f"a budget of {quantity(share)} cannot be met: the scored specs take at least {quantity(least)}; give "
-                "more, or record a run with other --scores"
+                f"a budget of {_bits(share)} cannot be met: what was measured takes at least {_bits(least)}; give more "
+                "bits, or measure other formats and the groups that were not measured (--measure)"
             )
-        limit = quantity(share) if share is not None else f"a loss change of {cost:g}"
+        limit = _bits(share) if share is not None else f"a loss change of {cost:g}"
         also = f" with at most {most_bf16} layers in bf16" if most_bf16 is not None else ""
         raise AdviceError(f"no choice satisfies {limit}{also}: raise the limit")
     if solved.x is None:
@@ -138,3 +121,7 @@ def choose(
 def least_share(options: pd.DataFrame) -> float:
     """The smallest share that any choice takes."""
     return float(options.groupby("group")["share"].min().sum())
+
+
+def _bits(share: float) -> str:
+    return f"{BF16_BITS * share:.4g} bits"

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -37,7 +37,6 @@ from binade.collector.capture.clock import IN_FLIGHT, Moment, backward_pass, che
 from binade.collector.capture.measure import Measurer, hidden_in, summarized
 from binade.collector.capture.policy import Policy
 from binade.collector.capture.rows import DraftRow
-from binade.collector.capture.sensitivity import ONE, Predictions
 from binade.collector.capture.tried import Tried, formats_for, try_formats
 from binade.collector.capture.valid import Valid
 from binade.collector.models.parallel import Call
@@ -45,7 +44,7 @@ from binade.collector.probes.probe import Observation, Probes
 from binade.collector.recipes.recipe import Part
 from binade.data.tensor_kinds import LATER, OPERANDS, Gemm, Measure, Product, TensorKind
 from binade.quant.delayed import ScaleHistory
-from binade.quant.gemm import Observed, Rounding, Tap, sampling
+from binade.quant.gemm import Observed, Rounding, Tap
 from binade.quant.later import Later
 from binade.quant.memory import is_ordinary, ordinary, without_modes
 from binade.quant.metrics import sqnr_later
@@ -77,12 +76,7 @@ class Observing:
     places: frozenset[str]
     scores: tuple[str, ...]
     measurer: Measurer
-    predictions: Predictions
     probes: Probes
-
-    @property
-    def predicts(self) -> bool:
-        return Measure.LOSS in self.measurer.measures
 
     def tap(self, layer: Layer, part: Part, product: Product, call: Passed, again: bool) -> Tap | None:
         """The observer of one call of one product; None if it is not recorded. again: the forward product is a
@@ -219,7 +213,7 @@ class Hook:
             calls = [call for call in reversed(self.passed) if call.moment == latest] or [*self.passed]
         call = min(calls, key=lambda call: (call.times(task), call.task[0] != -1))
         call.frames.update(frame for frame in (innermost, outer) if frame is not None)
-        if last and not sampling():
+        if last:
             call.task = task, call.times(task) + 1
         return call
 
@@ -231,10 +225,7 @@ class Observer:
     shown      the names of the tensors of the backward pass that were seen, also by other observers of this call
     scores     of each operand that was recorded, by the name that it has in the product
     valid      the micro-batch's tokens that are not padding, if there is a mask
-    operands   forward operands that wait for their gradient: what `without_copies` leaves, and the version of the
-               values
     result     the last result that came with the exact one, until it is recorded
-    factors    of a linear layer: its input, then the gradient of its output; a weight's gradients follow from them
     """
 
     observing: Observing
@@ -246,12 +237,10 @@ class Observer:
     scores: dict[str, list[Tried]]
     again: bool
     valid: Valid | None = None
-    operands: dict[str, tuple[Observed, int]] = field(default_factory=dict)
-    factors: list[Observed] = field(default_factory=list)
     result: Observed | None = None
 
     def __call__(self, seen: Observed) -> None:
-        if not sampling() and seen.name not in FORWARD and seen.name != "product":
+        if seen.name not in FORWARD and seen.name != "product":
             if seen.name in self.shown:  # in an earlier backward pass through this call
                 return
             self.shown.add(seen.name)
@@ -275,11 +264,6 @@ class Observer:
             return
         if self.moment.basic and name in LATER:
             return
-        predicts = observing.predicts and not self.moment.basic
-        if sampling():
-            if predicts:
-                self._wait_for_gradient(seen)
-            return
         kind, draft = observing.kinds.get((self.product, LATER.get(name, name))), None
         if name in OPERAND_NAMES:
             self.result = None  # a result that was not recorded
@@ -301,8 +285,6 @@ class Observer:
             shown = Observation(seen, *place, partial(self._values, seen), partial(self._summarized, seen), summary)
             for observe in observers:
                 observe(shown)
-        if predicts:
-            self._wait_for_gradient(seen)
 
     def _part(self, seen: Observed) -> Part:
         """The part of the recipe that rounds what was seen."""
@@ -360,53 +342,6 @@ class Observer:
 
     def _summarized(self, seen: Observed) -> Later[Summary]:
         return summarized(seen, self._values(seen), self._rows(seen))[0]
-
-    def _wait_for_gradient(self, seen: Observed) -> None:
-        """Keep a forward operand; with its gradients, predict what its errors do to the loss."""
-        seen = without_copies(seen)
-        if seen.name in ("a", "b"):
-            self.operands[seen.name] = seen, version_of(seen.tensor)
-            self.factors = [seen] if seen.name == "a" else self.factors
-        elif seen.name == "grad" and self.product == Product.LINEAR:
-            self.factors = [*self.factors[:1], seen]
-        elif seen.name in ("grad_a", "grad_b") and (waiting := self.operands.get(seen.name[-1])):
-            if not sampling():
-                del self.operands[seen.name[-1]]
-            operand, version = waiting
-            if version_of(operand.tensor) != version:  # overwritten since then: its error is no longer known
-                return
-            scale = None if sampling() else self.observing.predictions.scale_of(self.moment)
-            gradients, split = self._by_sequence(operand, seen)
-            for tried in self.scores.get(operand.name, []):
-                if tried.gemm == Gemm.FORWARD:
-                    tried.predict(operand, gradients, split, scale)
-
-    def _by_sequence(
-        self, operand: Observed, gradient: Observed
-    ) -> tuple[Callable[[], Iterable[Tensor]], Callable[[Tensor], Sequence[Tensor]] | None]:
-        """(the gradients of an operand, one for each sequence if those are known; how the operand is split likewise)"""
-        sequences = self.observing.predictions.sequences.get(self.moment, ONE)
-        whole, shape = gradient.tensor.reshape(operand.tensor.shape), operand.shape or operand.tensor.shape
-        if sequences.count > 1 and gradient.name == "grad_b" and len(self.factors) == 2:
-            x, dy = (
-                sequences.split(factor.tensor.reshape(factor.shape or factor.tensor.shape)) for factor in self.factors
-            )
-            if x and dy and (dy[0].shape[-1], x[0].shape[-1]) == shape:
-                return lambda: map(_weight_gradient, x, dy), None
-        elif sequences.count > 1 and (parts := sequences.split(whole.reshape(shape))):
-            return lambda: parts, lambda y: sequences.split(y.reshape(shape)) or [y]
-        return lambda: [whole], None
-
-
-def without_copies(seen: Observed) -> Observed:
-    """What predictions need, which the backward pass keeps alive anyway."""
-    return replace(seen, quantized=None, coded=None, scales=None, exact=None)
-
-
-def _weight_gradient(x: Tensor, gradient: Tensor) -> Tensor:
-    """[out, in], float32, from the input [..., in] and the gradient of the output [..., out]."""
-    left, right = (factor.reshape(-1, factor.shape[-1]).float() for factor in (gradient, x))
-    return left.t() @ right
 
 
 def version_of(x: Tensor) -> int:

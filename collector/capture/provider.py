@@ -8,37 +8,14 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from binade.collector.capture.clock import running_backward
 from binade.collector.capture.instrument import instrument
 from binade.collector.capture.recorder import Recorder
 from binade.collector.recipes.recipe import Recipe
 from binade.collector.settings import DEFAULT_SCORES
 
 Provider = Callable[..., nn.Module]
-
-
-def _predict(model: nn.Module, recorder: Recorder) -> Callable[[], None]:
-    """Call `Recorder.sensitivity` in each training pass, with the logits of the model's output layer, [s, b, v].
-    Returns a function that ends this."""
-    head, config = getattr(model, "output_layer", None), getattr(model, "config", None)
-    names = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
-    if any(getattr(config, name, 1) not in (None, 1) for name in names):
-        recorder.without_second_order("the model is divided among tensor-, pipeline- or context-parallel ranks")
-        return lambda: None
-    if getattr(config, "gradient_accumulation_fusion", False):  # the head would add to the training's gradients
-        recorder.without_second_order("the accumulation of gradients is fused")
-        return lambda: None
-    if not isinstance(head, nn.Module):
-        return lambda: None
-
-    def passed(_: nn.Module, args: Any, result: Any) -> None:
-        logits = result[0] if isinstance(result, tuple) else result
-        if model.training and isinstance(logits, Tensor) and logits.requires_grad and not running_backward():
-            recorder.sensitivity(logits, batch_axis=1)
-
-    return head.register_forward_hook(passed).remove
 
 
 @contextmanager
@@ -68,9 +45,6 @@ def instrument_provider(
         scores: See `Recorder`.
         **options: Further options of `instrument`.
 
-    Changes in the loss are predicted as with `Recorder.sensitivity`; to first order only, with a warning, if the model
-    is divided among tensor-, pipeline- or context-parallel ranks or fuses the accumulation of gradients.
-
     The call of the provider raises the errors of `instrument` and `Recorder`.
     """
     given = {"model": "megatron"} | (config or {})
@@ -86,7 +60,6 @@ def instrument_provider(
             if recorder is None:
                 recorder = contexts.enter_context(start(label=str(given["model"])))
             contexts.enter_context(instrument(model, recipe, recorder, **options))
-            contexts.callback(_predict(model, recorder))
             return model
 
         try:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from binade.collector.capture.adapters.dtensor import is_dtensor
 from binade.collector.capture.adapters.layer import InstrumentError, Layer, numbers_left_out
-from binade.collector.capture.clock import PASSES_BEFORE_WARNING, Clock, Moment, PassCounter, running_backward, seed_of
+from binade.collector.capture.clock import PASSES_BEFORE_WARNING, Clock, Moment, PassCounter, running_backward
 from binade.collector.capture.evaluation import Evaluate
 from binade.collector.capture.held_out import HeldOutEvaluations
 from binade.collector.capture.instrumented import Instrumented
@@ -30,7 +30,6 @@ from binade.collector.capture.observer import Observing
 from binade.collector.capture.options import Merge, Watch, saving_enabled, words
 from binade.collector.capture.policy import Policy
 from binade.collector.capture.rows import Drafts
-from binade.collector.capture.sensitivity import Predictions
 from binade.collector.capture.session import Continued, RecordingSession
 from binade.collector.capture.twin import Twins
 from binade.collector.capture.valid import Valid
@@ -78,9 +77,6 @@ class Recorder:
         scores: Formats or specs in which every operand is scored; () for none. The default is that of `binade run`.
         measures: What else to measure of each GEMM, see data.tensor_kinds.Measure. The default is DEFAULT_MEASURES on
             a CPU, and blocks where there is an accelerator: the others take GEMMs and many kernels of their own.
-        loss_scale: The factor by which the mean cross entropy of a micro-batch is multiplied before its backward pass,
-            such as 1 / accumulated micro-batches, or a function that returns it and is called once per iteration. By
-            default it is measured where `sensitivity` is called, and 1 elsewhere.
         max_bytes: The size limit for this rank's tensor files; `binade run --max-bytes` is the limit for all ranks
             together. Beyond it, values are not kept, only statistics, sketches and scores; with 0, none are.
         iterations: The number of iterations to record, from the first on, unless `at` says otherwise; None for all, 0
@@ -123,7 +119,6 @@ class Recorder:
         tensors: Sequence[str] = (),
         scores: Sequence[str] = DEFAULT_SCORES,
         measures: Sequence[str] | None = None,
-        loss_scale: float | Callable[[], float] | None = None,
         max_bytes: int = 4 << 30,
         iterations: int | None = None,
         micro_batches: int | None = None,
@@ -165,7 +160,6 @@ class Recorder:
             places=named_places(self.tensors),
             scores=_formats(scores),
             measurer=Measurer(self.ranks, self.measures, max_bytes > 0, self.config, Drafts()),
-            predictions=Predictions(loss_scale),
             probes=self.probes,
         )
         self._probes_of_run = ExitStack()
@@ -221,7 +215,6 @@ class Recorder:
             self.clock.reset()
             self.policy.reset()
             measurer.reset()
-            self.observing.predictions.given = None
             self._shown.clear()
             self._left_out.clear()
         self._session = RecordingSession(
@@ -257,7 +250,6 @@ class Recorder:
             cause = self.session.close(error, partial(self._probes_of_run.__exit__, kind, error, traceback))
         finally:
             self._probes_of_run.close()  # if an interrupt came first
-            self.observing.predictions.forget()
             self.entered, measurer.run = False, None
         if kind is None and cause:
             raise cause
@@ -300,7 +292,6 @@ class Recorder:
         if self.entered:
             self.session.publish_reduced()
             self.session.publish()
-            self.observing.predictions.forget()
 
     def go_to(self, iteration: int) -> None:
         """Go to this iteration. Publishes what was captured if it belongs to another one."""
@@ -310,7 +301,6 @@ class Recorder:
         self.probes.end_iteration()
         if self.entered:
             self.session.end_iteration()
-            self.observing.predictions.forget()
         clock.iteration, clock.micro_batch = iteration, 0
         if self.entered:
             self.session.begin_capture()
@@ -479,7 +469,7 @@ class Recorder:
 
         It applies to the inputs, outputs and gradients of linear layers and attention that have a row for each token,
         not to those of routed experts, norms and `record`. Operands are rounded with their padding, which takes part in
-        scales. `sensitivity` uses the mask if it is not given another. Raises ConfigError for another kind of mask.
+        scales. Raises ConfigError for another kind of mask.
         """
         if mask.dtype != torch.bool or mask.dim() != 2:
             raise ConfigError(f"mask is {dtype_name(mask.dtype)} {tuple(mask.shape)}: expected bool with two axes")
@@ -491,44 +481,6 @@ class Recorder:
             yield
         finally:
             drafts.masked = None
-
-    def sensitivity(self, logits: Tensor, valid: Tensor | None = None, *, batch_axis: int = 0) -> None:
-        """Run the backward pass that predictions of the loss need: see docs/loss.md. Call it in each micro-batch
-        between the forward pass and the backward pass:
-
-            logits = model(tokens)
-            recorder.sensitivity(logits)
-            F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
-
-        The loss of this pass is the cross entropy of labels drawn from the model's own softmax. It changes neither
-        gradients nor torch's random state, and returns at once where nothing is predicted. From the backward pass that
-        follows, it also measures loss_scale if the Recorder was not given one.
-
-        logits      [b, s, v], as they enter the loss; [s, b, v] with batch_axis=1
-        valid       which tokens are in the loss, bool [b, s] or [s, b]; if None, those of `valid`, else all
-        """
-        policy, predictions = self.policy, self.observing.predictions
-        if not self.entered or policy.paused or not self.observing.predicts or not logits.requires_grad:
-            return
-        moment = policy.begin()
-        if not moment.recording or moment.basic or moment.evaluation or moment in predictions.sequences:
-            return
-        if is_dtensor(logits):
-            self.without_second_order("the logits are a DTensor")
-            return
-        seed = self.config.get("seed", 0), moment.iteration, moment.micro_batch, self.observing.measurer.replica
-        if valid is None and (known := self.observing.measurer.drafts.valid.get(moment)):
-            valid = known.mask.t() if batch_axis else known.mask
-        arrived = dict(self.clock.arrived)
-        if not predictions.begin(moment, logits, seed_of("labels", *seed), valid, batch_axis):
-            self.without_second_order("activations are recomputed with use_reentrant=True")
-        self.clock.arrived.clear()
-        self.clock.arrived.update(arrived)
-
-    def without_second_order(self, reason: str) -> None:
-        """Warn if changes in the loss were to be predicted."""
-        if self.observing.predicts:
-            warnings.warn(f"changes in the loss are predicted to first order only: {reason}", stacklevel=3)
 
     def later(self, task: Callable[[], None]) -> None:
         """Run a task on the writer's thread, in order with the writes."""

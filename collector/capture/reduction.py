@@ -197,7 +197,7 @@ def _merged(replicas: Sequence[Sequence[TensorRow]]) -> TensorRow:
 
 
 def _score(score: Score, parts: Sequence[TensorRow], replicas: Sequence[Sequence[TensorRow]]) -> Score | None:
-    """Merge a score of all parts; None if one does not have it. The loss of the run is the mean over its replicas."""
+    """Merge a score of all parts; None if one does not have it."""
     kind = score.format, score.gemm, score.used
     scores = {
         id(row): next((s for s in row.scores if (s.format, s.gemm, s.used) == kind), None)
@@ -207,27 +207,11 @@ def _score(score: Score, parts: Sequence[TensorRow], replicas: Sequence[Sequence
     error = _errors(parts, [part_score.error if (part_score := scores[id(part)]) else None for part in parts])
     if error is None:
         return None
-    by_replica = [[scores[id(row)] for row in slices] for slices in replicas]
-    first, second = (_changes(by_replica, name) for name in ("loss_first_by_sequence", "loss_second_by_sequence"))
     blocks = _added([part_score.blocks for part in parts if (part_score := scores[id(part)])])
     same = all(part_score.rounded_with == score.rounded_with for part_score in scores.values() if part_score)
     rounded_with = score.rounded_with if same else RoundedWith()
     again = score.second_sqnr_db if len(parts) == 1 else None
-    return Score(score.format, error, score.gemm, score.used, first, second, blocks, rounded_with, again)
-
-
-def _changes(replicas: Sequence[Sequence[Score | None]], name: str) -> list[float] | None:
-    """The changes of the sequences of all replicas, each summed over a replica's slices; of one number for each replica
-    where the sequences of a slice are not known. None if a slice lacks them."""
-    by_replica: list[list[list[float]]] = []
-    for slices in replicas:
-        given = [changes for score in slices if (changes := getattr(score, name, None)) is not None]
-        if len(given) < len(slices):
-            return None
-        by_replica.append([[*changes] for changes in given])
-    if any(len(changes) != len(slices[0]) for slices in by_replica for changes in slices):
-        by_replica = [[[statistics.fmean(changes)] for changes in slices] for slices in by_replica]
-    return [sum(changes) for slices in by_replica for changes in zip(*slices, strict=True)]
+    return Score(score.format, error, score.gemm, score.used, blocks, rounded_with, again)
 
 
 def _added(given: Sequence[Mapping[str, Histogram]]) -> dict[str, Histogram]:

@@ -30,7 +30,6 @@ from binade.collector.models.site import HEAD, Site
 from binade.collector.probes.probe import Recording
 from binade.data.segment import Shard
 from binade.data.tensor_kinds import TENSOR_KINDS, Other, TensorKind
-from binade.quant.gemm import sampling
 
 NORM = re.compile(r"(Layer|RMS)Norm(1P)?$")  # ends the names of their classes
 SAMPLED_ROWS = 8
@@ -144,7 +143,7 @@ def _forward(recording: Recording, layer: Layer, kinds: dict[str, TensorKind]) -
 
         def arrived(gradient: Tensor) -> None:
             nonlocal shown
-            if not (sampling() or shown):  # another backward pass through this call is not recorded
+            if not shown:  # another backward pass through this call is not recorded
                 shown = True
                 show("grad", gradient)
                 if "grad_b" in kinds and weight is not None and weight.requires_grad:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback as HuggingFaceCallback
 from transformers.trainer_callback import ExportableState
@@ -15,8 +14,6 @@ from binade.collector.capture.instrument import instrument
 from binade.collector.capture.recorder import Recorder
 from binade.collector.errors import ConfigError
 from binade.collector.recipes.recipe import Recipe
-
-IGNORED = -100  # the label of a token that is not in the loss
 
 
 class TrainerCallback(HuggingFaceCallback, ExportableState):  # type: ignore[misc]  # transformers' types are not read
@@ -29,9 +26,6 @@ class TrainerCallback(HuggingFaceCallback, ExportableState):  # type: ignore[mis
     held_out        batches that the model does not train on: dictionaries with input_ids and, where they differ, labels
     evaluate_every  evaluate them every so many global steps, before the first and after the last, see
                     `Recorder.evaluate`; 0 for never
-
-    Changes in the loss are predicted for models that return logits and are given labels, as `Recorder.sensitivity` does
-    it: they do not depend on how many micro-batches are accumulated.
 
     The iteration is the Trainer's global_step, also after it resumed from a checkpoint. Checkpoints have the hashes of
     what was read, so a training that resumes from one is compared like one that was never interrupted. The losses that
@@ -84,7 +78,6 @@ class TrainerCallback(HuggingFaceCallback, ExportableState):  # type: ignore[mis
             )
         self._instrumented.enter_context(instrument(given["model"], self.recipe, self.recorder, **self.options))
         if self.recorder:
-            self._instrumented.callback(given["model"].register_forward_hook(self._passed, with_kwargs=True).remove)
             self.recorder.go_to(state.global_step)
             curves = self.recorder.session.curves if self.recorder.entered else None
             if curves and (reading := self._read_before(state)):
@@ -101,15 +94,6 @@ class TrainerCallback(HuggingFaceCallback, ExportableState):  # type: ignore[mis
             if reading and reading["step"] == state.global_step > 0:
                 return dict(reading)
         return None
-
-    def _passed(self, model: nn.Module, args: Any, given: dict[str, Any], result: Any) -> None:
-        logits, labels = getattr(result, "logits", None), given.get("labels")
-        if not (self.recorder and model.training and isinstance(logits, Tensor) and isinstance(labels, Tensor)):
-            return
-        if labels.shape == logits.shape[:2]:  # of a causal model: each token predicts the next
-            valid = torch.zeros_like(labels, dtype=torch.bool)
-            valid[:, :-1] = labels[:, 1:] != IGNORED
-            self.recorder.sensitivity(logits, valid)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         if self.evaluate_every and state.global_step % self.evaluate_every == 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -21,7 +21,6 @@ from binade.quant.metrics import (
     Errors,
     errors_from_later,
     errors_later,
-    loss_terms_later,
     of_original,
     score_blocks_later,
     score_of_rows_later,
@@ -43,41 +42,19 @@ class Tried:
     used: bool
     errors: Later[Errors]
     blocks: Later[dict[str, Histogram]] | None = None
-    first: Later[list[float]] | None = None
-    second: Later[list[float]] | None = None
     rounded_with: Later[RoundedWith] = field(default_factory=lambda: Later.known(RoundedWith()))
     second_sqnr: Later[float] | None = None
 
-    def predict(
-        self,
-        operand: Observed,
-        gradients: Callable[[], Iterable[Tensor]],
-        split: Callable[[Tensor], Sequence[Tensor]] | None,
-        scale: Callable[[], float] | None,
-    ) -> None:
-        """Predict the change in the loss from the gradients of the operand, or of its parts (`split`), one for each
-        sequence. scale: the factor by which the loss was multiplied; None for gradients of sampled labels."""
-        x = operand.tensor
-        again = operand.rounded if self.used else None
-        q = again() if again else Spec.of(self.format)
-        terms = loss_terms_later(x, q, gradients, operand.dim, split)
-        if scale is None:
-            self.second = terms.map(lambda pairs: [second * len(pairs) for _, second in pairs])
-        else:
-            factor = scale
-            self.first = terms.map(lambda pairs: [first * len(pairs) / factor() for first, _ in pairs])
-
     @property
     def results(self) -> list[Later[Any]]:
-        results = self.errors, self.blocks, self.first, self.second, self.rounded_with, self.second_sqnr
+        results = self.errors, self.blocks, self.rounded_with, self.second_sqnr
         return [result for result in results if result]
 
     def score(self) -> Score:
-        first, second = (term() if term else None for term in (self.first, self.second))
         blocks = self.blocks() if self.blocks else {}
         again = self.second_sqnr() if self.second_sqnr else None
         error, how = self.errors(), self.rounded_with()
-        return Score(self.format, error, self.gemm, self.used, first, second, blocks, how, again)
+        return Score(self.format, error, self.gemm, self.used, blocks, how, again)
 
 
 @lru_cache(maxsize=256)  # asked for every tensor of a recorded step
@@ -104,7 +81,7 @@ def try_formats(
     if seen.source is not None and seen.spec is None:  # the GEMM takes what the forward GEMM rounded
         forward = [trial for trial in before if trial.used and trial.gemm == Gemm.FORWARD]
         nothing = Later.known(math.inf)
-        trials = [replace(one, gemm=gemm, blocks=None, first=None, second=None, second_sqnr=nothing) for one in forward]
+        trials = [replace(one, gemm=gemm, blocks=None, second_sqnr=nothing) for one in forward]
         used = forward[0].format if forward else None
     if rows is not None:
         return trials + _tried_of_rows(seen, [fmt for fmt in formats if str(Spec.of(fmt)) != used], gemm, rows)
@@ -118,7 +95,7 @@ def try_formats(
     scores = dict(zip(tried, scores_later(seen.tensor, tried, seen.dim, blocks, codes), strict=True))
     for spec in specs:
         if spec in again:
-            trials.append(replace(again[spec], gemm=gemm, blocks=None, first=None, second=None))
+            trials.append(replace(again[spec], gemm=gemm, blocks=None))
         else:
             trials.append(Tried(str(spec), gemm, False, *scores[spec]))
     return trials

@@ -15,7 +15,7 @@ import pandas as pd
 
 from binade.collector.cli.output import TextTable, aligned, csv_text, markdown, wrapped
 from binade.collector.recipes.ladder import ladders
-from binade.collector.recipes.parse import gradients_note, linear_formats_of
+from binade.collector.recipes.parse import gradients_note
 from binade.data import comparison
 from binade.data.ablation import JUDGED, RUNG_FIELDS, Ablation, ablation, iterations_of
 from binade.data.catalog import Catalog
@@ -38,7 +38,6 @@ from binade.data.comparison import (
 from binade.data.fields import FIELDS, Field
 from binade.data.gradients import COMPARED, GRADIENTS, gradient_summary
 from binade.data.notes import rounded_twice
-from binade.data.published_gaps import published_for
 from binade.data.run_table import OF_MODEL, losses_of, runs_with_references
 from binade.data.text import markdown_text, number_text
 from binade.terminal import one_line
@@ -117,14 +116,12 @@ def _section(opened: Catalog, runs: pd.DataFrame, model: dict[str, Any]) -> Comp
         if (study := ablation(opened, compared.table, compared.gaps, ladder, name, at))
     ]
     configs = runs.set_index("run_id")["config"].map(json.loads)
-    formats = [linear_formats_of(configs[run_id]) for run_id in compared.bands]
     notes = [
         *compared.sentences,
         measured_sentence(opened, compared),
         rounded_twice(configs[recipe.run_id] for recipe in compared.recipes),
         gradients_note(configs[recipe.run_id] for recipe in compared.recipes),
         *compared.missing,
-        *map(str, published_for(formats)),
         *left_out(table),
         operands_left(compared.recipes),
         *unread,

@@ -42,7 +42,6 @@ from binade.collector.probes.probe import Finding, Probe, Recording
 from binade.collector.probes.weight_history import FiniteNote, Notes, WeightCheck, WeightHistory
 from binade.data.events import EventKind, Reached
 from binade.data.text import and_more
-from binade.quant.gemm import sampling
 from binade.quant.quantizer import DTYPES
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -255,16 +254,12 @@ class Provenance:
 
     def _arrived(self, call: _ModuleCall, gradient: Tensor) -> None:
         """The gradient of a result of the call."""
-        if sampling():
-            return
         note = self._gradient(call.arriving, gradient)
         if note and call.inputs:
             call.gradients.append(gradient.detach())
 
     def _left(self, call: _ModuleCall, gradient: Tensor) -> None:
         """The gradient of an input of the call."""
-        if sampling():
-            return
         self._made(call, gradient)
         call.awaited -= 1
         if not call.awaited:
@@ -272,7 +267,7 @@ class Provenance:
             call.gradients.clear()
 
     def _parameter(self, module: nn.Module, gradient: Tensor) -> None:
-        if not sampling() and (call := self.last.get(module)):
+        if call := self.last.get(module):
             self._made(call, gradient)
 
     def _made(self, call: _ModuleCall, gradient: Tensor) -> None:

@@ -150,12 +150,6 @@ def recipe_of(config: Mapping[str, Any]) -> Recipe | None:
         return None
 
 
-def linear_formats_of(config: Mapping[str, Any]) -> frozenset[str]:
-    """`Recipe.linear_formats` of a run, from its run.json; none if its recipe is unknown."""
-    recipe = recipe_of(config)
-    return recipe.linear_formats if recipe else frozenset()
-
-
 def gradients_note(configs: Iterable[Mapping[str, Any]]) -> str:
     """A sentence on a comparison of runs, if a format that one of them requested is another for gradients, else "".
     configs: run.json of each."""

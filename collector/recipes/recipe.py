@@ -382,13 +382,6 @@ class Recipe:
         return [*self.by_name().values()] + [part for _, recipe in self.schedule for part in recipe.every_part()]
 
     @property
-    def linear_formats(self) -> frozenset[str]:
-        """The formats of the operands of linear layers in any iteration, without options and without bf16."""
-        specs = (part.formats[name] for part in (self.linear, *dict(self.modules).values()) for name in OPERAND_FIELDS)
-        formats = frozenset(spec.format.name for spec in specs if spec)
-        return formats.union(*(recipe.linear_formats for _, recipe in self.schedule))
-
-    @property
     def quantizes(self) -> bool:
         """Whether an operand of a GEMM is quantized in any iteration."""
         return any(part.formats.quantized for part in self.every_part())

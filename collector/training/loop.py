@@ -26,7 +26,6 @@ from binade.collector.capture.adapters.layer import InstrumentError
 from binade.collector.capture.instrument import instrument
 from binade.collector.capture.options import Merge, Watch
 from binade.collector.capture.recorder import Recorder
-from binade.collector.capture.sensitivity import backward
 from binade.collector.capture.watching import WatchOptions
 from binade.collector.datasets.loading import Dataset, open_dataset
 from binade.collector.datasets.samples import SampleStream, open_samples
@@ -60,7 +59,6 @@ from binade.collector.training.resume import (
     write_checkpoint,
 )
 from binade.data.store import append_to
-from binade.data.tensor_kinds import Measure
 from binade.quant.specs import Spec
 
 Say = Callable[[str], None]
@@ -187,7 +185,6 @@ def _recorder(plan: Plan, root: Path, ranks: Ranks, description: dict[str, Any])
         tensors=config.tensors,
         scores=config.scores,
         measures=config.measures,
-        loss_scale=1 / config.micro_batches,
         max_bytes=config.max_bytes // max(len(config.ranks_with_values), 1) if config.raw else 0,
         watch=Watch(**{field.name: getattr(config, field.name) for field in fields(WatchOptions) if watches}),
         merge=Merge(MergeRanks.ON if merges else MergeRanks.OFF, config.unmerged_ranks, ranks),
@@ -393,10 +390,7 @@ def _step(
         with recorder.at(iteration, index, record) if recorder else nullcontext():
             if recorder and records and config.twin and not index:
                 recorder.twin(partial(_objective, model, tokens, labels), config.twin)
-            measure = None
-            if recorder and config.records(iteration) and index < config.recorded_micro_batches:
-                measure = partial(_sensitivity, recorder, record, config)
-            loss = _backward(model, tokens, labels, config.micro_batches, measure)
+            loss = _backward(model, tokens, labels, config.micro_batches)
         total += loss / config.micro_batches
     finish_gradients(model, ranks, reduced, config.seed, iteration)
     clip_gradients(model, ranks, 1.0)
@@ -406,26 +400,9 @@ def _step(
     return mean_over_replicas(total, ranks)
 
 
-def _sensitivity(recorder: Recorder, record: bool, config: RunConfig, logits: Tensor) -> None:
-    """The pass of `Recorder.sensitivity`, in which the ranks of a replica take part whichever of them record."""
-    if record:
-        recorder.sensitivity(logits)
-    elif recorder.ranks.tensor.size > 1 and Measure.LOSS in config.measures:
-        backward(logits, torch.zeros_like(logits))
-
-
-def _backward(
-    model: GPTModel | CausalLM,
-    tokens: Tensor,
-    labels: Tensor,
-    micro_batches: int,
-    measure: Callable[[Tensor], None] | None = None,
-) -> float:
-    """The cross entropy in nats per token; the gradient is that of its sum with the experts' balance loss. measure is
-    called with the logits before the backward pass."""
+def _backward(model: GPTModel | CausalLM, tokens: Tensor, labels: Tensor, micro_batches: int) -> float:
+    """The cross entropy in nats per token; the gradient is that of its sum with the experts' balance loss."""
     logits, balance = model.logits_and_balance(tokens)
-    if measure:
-        measure(logits)
     loss, total = _losses(logits, balance, labels)
     torch.autograd.backward(total / micro_batches)
     return loss.item()

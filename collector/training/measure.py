@@ -30,7 +30,7 @@ from binade.collector.training.held_out import hold_out, logits_of, open_batches
 from binade.collector.training.loop import describe_run, prepare
 from binade.collector.training.plan import Plan
 from binade.data.continued import continued_run
-from binade.data.effects import MEASURE, Effect, EffectGroup, Measured, continue_effects
+from binade.data.effects import MEASURE, Effect, Measured, continue_effects
 from binade.data.runs import CHECKPOINTS, RunError
 from binade.data.runs import describe_run as describe_saved
 from binade.data.tensor_files import load_plain
@@ -57,7 +57,6 @@ class Measurement:
     skip       how many sequences of the data are left out before these
     held_out   the plan of a run that holds documents out, of which the sequences then are; None for those after `skip`
     weights    the directory of a run whose last checkpoint has the weights; None for those of the plan
-    groups     the groups to measure besides whole parts, those with the largest predicted effect first; all if empty
     """
 
     plan: Plan
@@ -68,15 +67,12 @@ class Measurement:
     skip: int = 0
     held_out: Plan | None = None
     weights: Path | None = None
-    groups: tuple[EffectGroup, ...] = ()
 
     def tasks(self, measured: EffectMeter) -> list[EffectTask]:
         """The measurements, in their order. Raises ConfigError as `tasks_of`."""
         tasks = tasks_of(measured, recipes_of(self.formats), self.by, self.parts)
-        order = {group: number for number, group in enumerate(self.groups)}
         whole = [task for task in tasks if task.group.layer_index is None and task.group.module is None]
-        single = [task for task in tasks if task not in whole and (not order or task.group in order)]
-        return [*whole, *sorted(single, key=lambda task: order.get(task.group, 0))]
+        return [*whole, *(task for task in tasks if task not in whole)]
 
     def check(self) -> None:
         """Raise ConfigError for what cannot be measured."""

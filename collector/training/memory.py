@@ -35,10 +35,6 @@ PER_ROUNDED = 2
 # Bytes per value of an operand or result of a GEMM on a CPU, which multiplies in float32. The LM head frees its own
 # before the gradients of the layers take more.
 PER_WIDENED = 4
-# Bytes per value of what is computed at once for a predicted change in the loss, and the most such values: those of
-# `quant.statistics.DEVICE_CHUNK` on a GPU. On a CPU a kernel computes it.
-PER_CHANGE = 20
-DEVICE_CHUNK = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -78,15 +74,8 @@ def _buffers(plan: Plan) -> int:
     layer = max(map(sum, layers)) // config.tp
     gemm = PER_ROUNDED * layer * recipe.quantizes + PER_WIDENED * layer * (config.device == DeviceName.CPU)
     largest = max((max(layer.elements(*sizes).values()) for layer in plan.recorded), default=0) // config.tp
-    change = change_bytes(largest, config.device) if Measure.LOSS in config.measures else 0
     exact = PER_ROUNDED * largest if Measure.RESULT in config.measures and recipe.quantizes else 0
-    return gemm + max(change, exact)
-
-
-def change_bytes(values: int, device: str) -> int:
-    """What the predicted change in the loss takes for an operand of so many values: for a linear layer of 4096 × 4096
-    and 2048 to 16,384 tokens 1.0 to 1.6 times what `tests.bench.bench_launches` counts."""
-    return PER_ROUNDED * values + PER_CHANGE * min(values, DEVICE_CHUNK) * (device != DeviceName.CPU)
+    return gemm + exact
 
 
 def check_memory(plan: Plan, available: int, ranks: int = 1) -> None:

@@ -1,4 +1,4 @@
-"""Targets: clusters on which runs are started, described in a file binade.toml. It may describe devices, too.
+"""Targets: clusters on which runs are started, described in a file binade.toml.
 
     [targets.gpu]
     launcher = "slurm"
@@ -22,7 +22,6 @@ from typing import Literal
 from pydantic.dataclasses import dataclass
 
 from binade.collector.errors import ConfigError
-from binade.collector.training.devices import Device
 from binade.data.json_files import STRICT, parse_json
 from binade.data.store import read_text
 
@@ -71,7 +70,6 @@ class ConfigFile:
     """binade.toml."""
 
     targets: dict[str, Target] = field(default_factory=dict)
-    devices: dict[str, Device] = field(default_factory=dict)
 
 
 def targets_file() -> Path | None:
@@ -97,7 +95,7 @@ def read_config(path: Path) -> ConfigFile:
         return config
     except (OSError, ValueError) as error:
         reason = (error.strerror or str(error)) if isinstance(error, OSError) else error
-        raise ConfigError(f"{path}: {reason}; docs/clusters.md and docs/advisor.md describe the file") from None
+        raise ConfigError(f"{path}: {reason}; docs/clusters.md describes the file") from None
 
 
 def read_targets() -> dict[str, Target]:

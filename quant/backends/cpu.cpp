@@ -657,9 +657,8 @@ void sum(const Terms& terms, const VALUE* x, const Grid& grid, int64_t first, in
 // What `measure` adds up, a tile at a time: values are gathered as floats, then summed by loops that may be reordered.
 struct Sums {
     static constexpr int64_t TILE = 1024;
-    const VALUE *all, *gradient;  // of the whole tensor; without a gradient null
     const double left;
-    float a[TILE], b[TILE], g[TILE], limit[TILE];
+    float a[TILE], b[TILE], limit[TILE];
     int64_t filled = 0;
     double total[11] = {};
 
@@ -679,10 +678,7 @@ struct Sums {
             const int64_t n = std::min(length - at, TILE - filled);
             for (int64_t i = 0; i < n; i++) a[filled + i] = load(x + at + i);
             for (int64_t i = 0; i < n; i++) b[filled + i] = load(y + at + i);
-            if (gradient)
-                for (int64_t i = 0; i < n; i++) g[filled + i] = load(gradient + (x - all) + at + i);
-            else
-                fill(limit + filled, at, n);
+            fill(limit + filled, at, n);
             at += n;
             filled += n;
             if (filled == TILE) finish();
@@ -695,21 +691,8 @@ struct Sums {
     }
 
     void finish() {
-        gradient ? add_changes() : add_errors();
+        add_errors();
         filled = 0;
-    }
-
-    void add_changes() {
-        const int32_t n = static_cast<int32_t>(filled);
-        double change = 0, squares = 0;
-#pragma omp simd reduction(+ : change, squares)
-        for (int32_t i = 0; i < n; i++) {
-            const double one = (b[i] - a[i]) * g[i];
-            change += one;
-            squares += one * one;
-        }
-        total[0] += change;
-        total[1] += squares;
     }
 
     void add_errors() {
@@ -936,12 +919,12 @@ extern "C" void run_errors(const Format* format, const Factors* given, int64_t t
 
 // The error of y against x over the same work items: those of ScoreNumber. A value saturates where |x| · left > scale · right, where right
 // is one number (each = 0) or one for each run (1); scales are null without blocks.
-// With bins, the counts of the blocks' measures follow in `out`. With a gradient it gets only the sums of g · e and its square.
-extern "C" void measure(const VALUE* x, const VALUE* y, const VALUE* gradient, const float* scales, int64_t axis,
+// With bins, the counts of the blocks' measures follow in `out`.
+extern "C" void measure(const VALUE* x, const VALUE* y, const float* scales, int64_t axis,
                         int64_t inner, int64_t block, double left, const double* right, int64_t each, const Bins* bins, int64_t first,
                         int64_t last, double* out) {
     const Grid grid{axis, inner, block};
-    Sums sums{x, gradient, left};
+    Sums sums{left};
     Histograms blocks{bins, out + 11};
     if (!scales)
         sums.add(x + first, y + first, last - first, *right);
@@ -959,12 +942,12 @@ extern "C" void measure(const VALUE* x, const VALUE* y, const VALUE* gradient, c
 
 // quantize and measure together, a cacheful at a time. `scales` holds those of all blocks if factors are given, else has
 // room for them; null without blocks.
-extern "C" void score(const Format* format, const Factors* given, const VALUE* x, const VALUE* gradient, float* scales,
+extern "C" void score(const Format* format, const Factors* given, const VALUE* x, float* scales,
                       int64_t axis, int64_t inner, int64_t block, const float* absmax, int64_t step, uint32_t seed,
                       double left, const double* right, int64_t each, const Bins* bins, int64_t first, int64_t last, double* out) {
     constexpr int64_t VALUES = 4096;
     const Grid grid{axis, inner, block};
-    Sums sums{x, gradient, left};
+    Sums sums{left};
     Histograms blocks{bins, out + 11};
     std::vector<VALUE> kept;
     Quantizer q(*format, given, x, nullptr, scales, grid, absmax, step, seed, true);

@@ -120,8 +120,8 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.moments.argtypes = [pointer, pointer, pointer, *layout, *items]
     library.run_errors.argtypes = [pointer, pointer, size, pointer, pointer, size, *layout, ctypes.c_int32, *items]
     sums = (real, pointer, size, pointer, *items, pointer)
-    library.measure.argtypes = [pointer, pointer, pointer, pointer, *layout, *sums]
-    library.score.argtypes = [pointer, pointer, pointer, pointer, pointer, *layout, *rounding, *sums]
+    library.measure.argtypes = [pointer, pointer, pointer, *layout, *sums]
+    library.score.argtypes = [pointer, pointer, pointer, pointer, *layout, *rounding, *sums]
     functions = library.quantize, library.largest, library.moments, library.run_errors, library.measure, library.score
     for function in functions:
         function.restype = None
@@ -339,41 +339,37 @@ def measure(
     dim: int = -1,
     scales: Tensor | None = None,
     blocks: bool = False,
-    gradient: Tensor | None = None,
 ) -> np.ndarray | None:
     """The error of y against x in one pass: float64, the numbers of ScoreNumber. Returns None if no kernel supports
     this spec and these tensors, a build is not worth it, or saturation depends on more than a block's scale.
 
-    x, y and gradient of one shape; scales as `quantize_dequantize` returns them. Without a spec nothing saturates.
+    x and y of one shape; scales as `quantize_dequantize` returns them. Without a spec nothing saturates.
 
-    With `blocks`, which needs a spec whose blocks are vectors, the counts of all bins of BLOCK_MEASURES follow. With a
-    gradient g there are only two sums, of g·(y-x) in float32 and of its square.
+    With `blocks`, which needs a spec whose blocks are vectors, the counts of all bins of BLOCK_MEASURES follow.
     """
-    run = _summing(spec or ANY, blocks, x, y, gradient)
+    run = _summing(spec or ANY, blocks, x, y)
     if run is None:
         return None
-    x, y, gradient = x.contiguous(), y.contiguous(), None if gradient is None else gradient.contiguous()
+    x, y = x.contiguous(), y.contiguous()
     layout = Layout.of(x, spec, dim) if spec else Layout(x.numel(), 1, 0, 0, x.numel(), 1)
     scales = scales.contiguous() if scales is not None and layout.rows else None
-    pointers = address(x), address(y), _address(gradient), _address(scales)
+    pointers = address(x), address(y), _address(scales)
     left, right = _limits(spec, outer_absmax(x, spec, dim), scales) if spec else (0.0, NO_LIMIT)
     limits = left, address(right), right.dim()
     return _added_up(layout, blocks, lambda *rest: run.measure(*pointers, *layout.sizes, *limits, *rest))
 
 
-def score(
-    x: Tensor, spec: Spec, dim: int, seed: int = 0, blocks: bool = False, gradient: Tensor | None = None
-) -> np.ndarray | None:
+def score(x: Tensor, spec: Spec, dim: int, seed: int = 0, blocks: bool = False) -> np.ndarray | None:
     """As `measure` for y = x rounded by the spec, without keeping y."""
-    run = _summing(spec, blocks, x, gradient)
+    run = _summing(spec, blocks, x)
     if run is None:
         return None
-    x, gradient = x.contiguous(), None if gradient is None else gradient.contiguous()
+    x = x.contiguous()
     absmax = outer_absmax(x, spec, dim)
     call = _Call.of(x, spec, dim, absmax, True, seed, run)
     left, right = _limits(spec, absmax, call.scales)
     limits = left, address(right), right.dim()
-    pointers = *call.head, address(x), _address(gradient), _address(call.scales)
+    pointers = *call.head, address(x), _address(call.scales)
     return _added_up(call.layout, blocks, lambda *rest: run.score(*pointers, *call.tail, *limits, *rest))
 
 
@@ -383,10 +379,10 @@ def _worth_building(x: Tensor, spec: Spec) -> ctypes.CDLL | None:
     return kernel(unit, x.numel()) if unit else None
 
 
-def _summing(spec: Spec, blocks: bool, x: Tensor, *others: Tensor | None) -> ctypes.CDLL | None:
+def _summing(spec: Spec, blocks: bool, x: Tensor, *others: Tensor) -> ctypes.CDLL | None:
     """The kernel for `measure` and `score`; None if they cannot do it, or a build is not worth it."""
     lines = not blocks or (spec.block is not None and (spec.block.rows or 1) == 1)
-    alike = all(t is None or (t.dtype, t.device, t.shape) == (x.dtype, x.device, x.shape) for t in others)
+    alike = all((t.dtype, t.device, t.shape) == (x.dtype, x.device, x.shape) for t in others)
     fits = lines and alike and x.device.type == "cpu" and x.dtype in VALUES and x.numel() and _one_limit(spec)
     return _worth_building(x, spec) if fits else None
 

@@ -269,7 +269,7 @@ def test_a_run_that_rounds_nothing_has_no_format_in_use(tmp_path):
         assert View("map").read(catalog).values["format"] == "mxfp4"
         answer = View("map", {"format": [USED], "metric": ["sqnr_db"]}).draw(catalog)
         assert not answer.figures and "None of these operands was rounded" in answer.problems[0]
-        of_one = View("map", {"format": [USED], "metric": ["loss_change"]})
+        of_one = View("map", {"format": [USED], "metric": ["effect"]})
         assert of_one.read(catalog).values["format"] == "mxfp4"
 
 

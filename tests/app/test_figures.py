@@ -54,11 +54,13 @@ def walked(catalog: Catalog, every: bool) -> dict[str, Figure]:
 
 
 @pytest.fixture(scope="module", params=["defaults", pytest.param("every value", marks=pytest.mark.thorough)])
-def figures(request: pytest.FixtureRequest, collected: Path, odd_root: Path) -> dict[str, Figure]:
+def figures(request: pytest.FixtureRequest, collected: Path, odd_root: Path, measured_root: Path) -> dict[str, Figure]:
     every, found = request.param == "every value", {}
     for root in (collected, odd_root) if every else (collected,):
         with Catalog.open(root) as catalog, debug_mode(True):
             found |= {f"{root.name} {name}": figure for name, figure in walked(catalog, every).items()}
+    with Catalog.open(measured_root) as catalog, debug_mode(True):
+        found |= {f"advise {figure.name}": figure for figure in View("map", {"view": ["advise"]}).draw(catalog).figures}
     return found
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -21,9 +20,8 @@ from binade.app.questions.attention import compute as attention_compute
 from binade.app.questions.blocks import compute as blocks_compute
 from binade.app.questions.codes import compute as codes_compute
 from binade.app.questions.drift import compute as drift_compute
-from binade.app.questions.loss import compute as loss_compute
 from binade.app.questions.recipes.question import cost
-from binade.app.questions.shared import boards, distributions, laws
+from binade.app.questions.shared import distributions, laws
 from binade.app.questions.shared.distributions import distribution_of
 from binade.app.questions.shared.rounded import subject
 from binade.app.questions.shared.runs import every_run
@@ -34,7 +32,7 @@ from binade.app.view import View
 from binade.collector import Recorder
 from binade.collector.advice import scales
 from binade.data import loss_gaps
-from binade.data.catalog import SHOWN_ERRORS, STATISTICS, Catalog
+from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.gradients import gradient_errors, gradient_summary
 from binade.data.run_table import PARTS, runs_with_references
@@ -46,7 +44,6 @@ from tests.app.roots import odd_tensors
 from tests.app.test_claims import claims
 from tests.data.builder import make_run
 
-METRICS = (*SHOWN_ERRORS, boards.LOSS_CHANGE, *STATISTICS)  # of a board
 SAMPLES = {
     "normal": stats.norm(2, 3),
     "laplace": stats.laplace(-1, 0.5),
@@ -564,46 +561,6 @@ class TestAttention:
 
 
 class TestBoards:
-    def test_ranking_is_worst_first(self, catalog):
-        for metric in METRICS:
-            table = boards.ranking(catalog, Filter(), "mxfp4", metric)
-            values = table["value"].dropna()
-            assert values.is_monotonic_increasing if metric == "sqnr_db" else values.is_monotonic_decreasing, metric
-            assert table["place"].is_unique or metric in STATISTICS
-            assert table["rank"].tolist() == list(range(1, len(table) + 1))
-
-    def test_loss_changes_of_several_micro_batches(self, catalog):
-        """The first order of an operand and its gradient in the files; what follows from the recorded sequences."""
-        where = Filter(quant_type=["mxfp4"])
-        found = loss_compute.costs(catalog, where, "nvfp4")
-        table = found.table.set_index("place")
-        changes = []
-        for iteration in (0, 1):
-            at = {"quant_type": ["mxfp4"], "layer_index": [2], "module": ["fc2"], "iteration": [iteration]}
-            x, g = (catalog.load(first(catalog, tensor_name=[name], **at)) for name in ("input", "grad_input"))
-            change = (quant.fake_quantize(x, "nvfp4").double() - x.double()) * g.double()
-            changes.append(change.sum().item())
-        row = table.loc["L2 fc2 input"]
-        at = {"layer_index": [2], "module": ["fc2"], "tensor_name": ["input"]}
-        recorded = catalog.loss_changes("nvfp4", (), replace(where, **at))
-        both = np.concatenate([*recorded["by_sequence"]])
-        assert row["first"] == pytest.approx(np.mean(changes), rel=1e-4)
-        assert row["second"] == pytest.approx(recorded["second"].mean(), rel=1e-9) and row["second"] > 0
-        assert row["value"] == pytest.approx(both.mean(), rel=1e-9)
-        assert row["spread"] == pytest.approx(stats.sem(both), rel=1e-9)
-        assert (row["micro_batches"], row["sequences"]) == (2, len(both))
-        assert table["value"].is_monotonic_decreasing
-        totals = np.concatenate([*catalog.loss_changes("nvfp4", (), where)["by_sequence"]])
-        assert found.total.value == pytest.approx(totals.mean())
-        assert found.total.value == pytest.approx(table["value"].sum(), rel=1e-9)
-        assert found.agreement.value == pytest.approx(stats.spearmanr(-table["value"], table["sqnr_db"]).statistic)
-        of = [Filter(quant_type=["mxfp4"], iteration=[i]) for i in (0, 1)]
-        both = pd.merge(*(loss_compute.costs(catalog, each, "nvfp4").table for each in of), on="place")
-        assert found.reliability.halves.value == pytest.approx(
-            stats.spearmanr(both["value_x"], both["value_y"]).statistic
-        )
-        assert math.isnan(loss_compute.costs(catalog, of[0], "nvfp4").reliability.halves.value)
-
     def test_results_and_what_their_operands_predict(self, catalog):
         where = Filter(quant_type=["mxfp4"])
         query = CellQuery(catalog, where)
@@ -717,11 +674,7 @@ class TestScope:
         runs = catalog.runs().set_index("recipe")["run_id"]
         run, alone = runs["mxfp8"], catalog.restricted([runs["mxfp8"], runs["bf16"]])  # which Noise compares it with
         views = [View("map", {"metric": [name]}) for name in ("gradient_to_noise", "edge_excess")]
-        views += [View("runs", {"view": ["loss"]})]
-        views += [
-            View("map", {"metric": [metric]})
-            for metric in ("sqnr_db", "loss_change", "absmax", "result_gain_db", "bad_blocks")
-        ]
+        views += [View("map", {"metric": [metric]}) for metric in ("sqnr_db", "absmax", "result_gain_db", "bad_blocks")]
         views += [View("map", {"across": ["iteration"]}), View("map", {"versus": ["nvfp4"]})]
         for view in views:
             view = view.changed(format="mxfp4").filtered(Filter(run_id=[run]))

@@ -1,4 +1,4 @@
-"""Runs › Recipes, its view Loss: the bands of bf16 runs with 0, 1, 2 and 5 seeds, and published gaps."""
+"""Runs › Recipes, its view Loss: the bands of bf16 runs with 0, 1, 2 and 5 seeds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 from scipy import stats
 
 from binade.app.figure import Drawn
-from binade.app.questions.recipes.bands import PUBLISHED
 from binade.app.view import View
 from binade.cli import main
 from binade.data.catalog import Catalog
@@ -127,27 +126,6 @@ def test_the_charts_show_the_bands_of_scipy(tmp_path: Path):
     assert drawn.sentences == ()
 
 
-def test_a_published_gap_is_context(tmp_path: Path):
-    """Drawn beside recipes of its format, listed with its source, and not in the verdict."""
-    drawn = draw(make(tmp_path, 2))
-    published = [row for row in shaded(drawn, "costs") if row["band"] == PUBLISHED]
-    assert {row["label"] for row in published} == {"linear_mxfp8"} and "ublished" not in drawn.verdict
-    table = drawn.tables["published"]
-    assert set(table["format"]) == {"bf16", "mxfp8"} and table["source"].str.len().min() > 10
-
-
-def test_published_gaps_go_by_the_formats_of_linear_layers(tmp_path: Path):
-    """A recipe file has them by its content, a recipe of attention has none, on the page and in `binade compare`."""
-    train(tmp_path, "bf16", 0)
-    train(tmp_path, "FA_mxfp8", 0, 0.1)
-    train(tmp_path, "my_mxfp8", 0, 0.1, recipe_toml='[linear]\nforward.input = "nvfp4(block=16x16)"\n')
-    drawn = draw(tmp_path)
-    assert {row["label"] for row in shaded(drawn, "costs") if row["band"] == PUBLISHED} == {"my_mxfp8"}
-    assert set(drawn.tables["published"]["format"]) == {"bf16", "nvfp4"}
-    text = printed(tmp_path)
-    assert text.count("* Published for ") == len(drawn.tables["published"]) and "MXFP8 on" not in text
-
-
 def test_a_comparison_with_another_run_has_no_bands(tmp_path: Path):
     make(tmp_path, 2)
     with Catalog.open(tmp_path) as opened:
@@ -163,7 +141,6 @@ def test_binade_compare_prints_the_same_sentences(tmp_path: Path):
     text = printed(tmp_path)
     bands = drawn.verdict[drawn.verdict.index("Band of seeds") : drawn.verdict.index("Leaves bf16’s band")]
     assert all(f"* Band of {sentence.strip()}" in text for sentence in bands.split("Band of ")[1:])
-    assert text.count("* Published for ") == len(drawn.tables["published"])
 
 
 def test_runs_without_tensors_and_recipes_of_state_alone_are_compared(tmp_path):

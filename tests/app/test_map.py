@@ -239,20 +239,6 @@ def test_the_spread_of_scales_is_that_of_the_blocks_in_the_files(catalog: Catalo
         assert cell.value == pytest.approx(high - low, abs=1), cell
 
 
-def test_the_predicted_loss_change_is_that_of_a_run_that_rounds_nothing(catalog: Catalog):
-    figure = drawn(catalog, metric="loss_change", format="nvfp4").get("map")
-    table = figure.table
-    assert figure.note.endswith("of several tensors in a cell, the mean over sequences of their sum.")
-    bf16 = catalog.runs().set_index("recipe")["run_id"]["bf16"]
-    rows = catalog.operand_costs(Filter(run_id=[bf16], iteration=[1]))
-    rows = rows[(rows["format"] == "nvfp4") & (rows["gemm"] == "forward")]
-    assert set(catalog.rows_of(table["tensor_id"].tolist())["run_id"]) == {bf16}
-    assert table["gemm"].eq("forward").all() and len(table) == len(rows) == 2 * 12
-    assert table.set_index("tensor_id")["value"].to_dict() == rows.set_index("tensor_id")["change"].to_dict()
-    found = drawn(catalog, metric="loss_change", across="iteration", format="nvfp4")
-    assert found.problems == ("The predicted loss change is a sum over a recording, not shown by iteration.",)
-
-
 @pytest.mark.thorough
 def test_measured_effects_are_those_of_the_same_weights(tmp_path: Path):
     model = build(2)
@@ -351,8 +337,6 @@ def test_rows_are_in_the_order_of_the_network(catalog: Catalog):
 @pytest.mark.parametrize("metric", RECORDED)
 def test_the_worst_cell_is_first_and_opens_its_tensor(catalog: Catalog, metric: str, across: str):
     answer = drawn(catalog, MXFP4, metric=metric, across=across, format="mxfp4")
-    if metric == "loss_change" and across == "iteration":
-        return
     table, places = answer.get("map").table, answer.tables["places"]
     assert places["rank"].tolist() == list(range(1, len(table) + 1)) and places["place"].is_unique
     values = -places["value"] if MAP_MEASURES[metric].measure.low_is_bad else places["value"]
@@ -496,9 +480,7 @@ class TestWhatIsMissing:
                 drawn(catalog, where, metric=metric).problems[0].startswith("The filter selects no operand of a GEMM")
             )
 
-    @pytest.mark.parametrize(
-        ("metric", "option"), [("result_sqnr_db", "result"), ("scale_spread", "blocks"), ("loss_change", "loss")]
-    )
+    @pytest.mark.parametrize(("metric", "option"), [("result_sqnr_db", "result"), ("scale_spread", "blocks")])
     def test_a_measurement_that_was_not_made(self, parts: Catalog, metric: str, option: str):
         found = drawn(parts, metric=metric, format="mxfp4")
         assert not found.items and f"--measures {option}" in found.problems[0]

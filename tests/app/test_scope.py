@@ -33,16 +33,13 @@ def rows(*names: str) -> Callable[[Drawn], list[int]]:
 
 LISTED: dict[str, Callable[[Drawn], list[int]]] = {
     "map": rows("places"),
-    "advise": rows("operands"),
     "explore": rows("tensors"),
     "runs": lambda answer: [answer.get("losses").table["group"].nunique()],
     "recipes": rows("recipes"),
-    "loss": rows("loss_places"),
-    "predictions": rows("predictions"),
     "difference": lambda answer: [len(answer.get("difference").table)],
 }
 """How many there are of what the tables of an answer list."""
-ELSEWHERE = {"parity", "provenance"}  # test_parity and test_provenance have the roots for these
+ELSEWHERE = {"advise", "parity", "provenance"}  # test_advise and others have the roots for these
 SEVERAL = [each for each in QUESTIONS if each.of is not Of.TENSOR and each.name not in ELSEWHERE]
 
 
@@ -69,7 +66,7 @@ def test_the_scope_counts_what_the_tables_list(catalog: Catalog, question: Quest
         assert named <= set(used)
 
 
-@pytest.mark.parametrize("name", ["map", "explore", "loss"])
+@pytest.mark.parametrize("name", ["map", "explore"])
 def test_captions_name_the_filter_that_was_used(catalog: Catalog, name: str):
     (question,) = (each for each in QUESTIONS if each.name == name)
     answer = view_of(question).draw(catalog)
@@ -91,14 +88,6 @@ def test_tables_of_a_report_state_the_scope(catalog: Catalog, monkeypatch: pytes
     fmt = section.tables[0].title.rpartition(": ")[2]
     scope = view_of(question, format=fmt).draw(catalog).scope
     assert section.tables[0].note.startswith(f"Of {scope.sentence}.")
-
-
-def test_a_predicted_loss_change_is_that_of_the_run_that_is_named(catalog: Catalog):
-    """The newest run rounds: the map and Loss take the bf16 run instead, and say so."""
-    bf16 = catalog.runs().set_index("recipe")["run_id"]["bf16"]
-    for view in (View("map", {"metric": ["loss_change"], "format": ["nvfp4"]}), View("runs", {PART: ["loss"]})):
-        assert view.read(catalog).within.run_id == (bf16,)
-        assert view.draw(catalog).scope.where.run_id == (bf16,)
 
 
 def test_what_is_tried_on_several_operands_is_tried_on_those_of_the_scope(tmp_path: Path):

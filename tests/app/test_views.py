@@ -40,13 +40,10 @@ def drawn_map(at: AppTest) -> dict[str, Any] | None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("metric", "across"),
-    [*((metric, "layer_index") for metric in RECORDED), ("sqnr_db", "iteration"), ("loss_change", "iteration")],
+    [*((metric, "layer_index") for metric in RECORDED), ("sqnr_db", "iteration")],
 )
 def test_map(visit: Visit, collected: Path, metric: str, across: str):
     at = visit(collected, "map", metric=metric, across=across, quant_type="mxfp4")
-    if (metric, across) == ("loss_change", "iteration"):
-        assert not drawn_map(at) and "not shown by iteration" in at.info[0].value
-        return
     shown = drawn_map(at)
     assert shown and not at.warning and not at.info
     with Catalog.open(collected) as catalog:
@@ -254,3 +251,21 @@ def test_sql(visit: Visit, collected: Path):
     at = visit(collected, "sql", q="SELECT recipe FROM run ORDER BY recipe")
     assert at.dataframe[-1].value["recipe"].tolist() == ["bf16", "hifp8", "mxfp4", "mxfp8"]
     assert "only SELECT" in visit(collected, "sql", q="DROP TABLE run").error[0].value
+
+
+@pytest.mark.parametrize(
+    ("page", "query", "named"),
+    [
+        ("runs", {"view": "loss"}, "Runs has no part 'loss'."),
+        ("runs", {"view": "predictions"}, "Runs has no part 'predictions'."),
+        ("map", {"metric": "loss_change"}, "metric 'loss_change', which does not exist"),
+        ("map", {"view": "advise", "device": "B200"}, "'device'"),
+    ],
+    ids=["loss", "predictions", "color", "device"],
+)
+def test_an_address_of_what_earlier_versions_had_is_said_in_one_line(
+    visit: Visit, collected: Path, page: str, query: dict[str, str], named: str
+):
+    at = visit(collected, page, **query)
+    said = [each.value.replace("\\", "") for each in (*at.error, *at.warning)]
+    assert not at.exception and len([each for each in said if named in each]) == 1, said

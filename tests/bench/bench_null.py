@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import argparse
 
-from tests.data.null_cases import misses_rho, names_gap, names_slope, share
+from tests.data.null_cases import names_gap, names_slope, share
 
 DEVIATIONS = (0.0, 0.004, 0.008, 0.015)
-CORRELATIONS = (0.0, 0.5, 0.7, 0.9)
 
 
 def main() -> None:
@@ -23,9 +22,6 @@ def main() -> None:
         for what, names in (("gap", names_gap), ("slope per doubling", names_slope)):
             found = [share(cases, names, seeds, deviation) for deviation in DEVIATIONS]
             rows.append((f"held-out {what}, {seeds} seeds", f"deviation {DEVIATIONS}", found))
-    for pairs in (4, 9, 10, 20, 50):
-        found = [share(cases, misses_rho, pairs, r) for r in CORRELATIONS]
-        rows.append((f"Spearman's interval misses, {pairs} pairs", f"r {CORRELATIONS}", found))
     for sentence, over, found in rows:
         print(f"{sentence:<52} {over:<42} {', '.join(f'{value:g}' for value in found)}")
 

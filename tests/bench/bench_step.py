@@ -167,7 +167,6 @@ def main() -> None:
         recorded("recorded: statistics, sketch", max_bytes=0, scores=(), measures=())
         recorded(f"recorded: + {len(DEFAULT_SCORES)} scores along two axes", **scored, measures=())
         recorded("recorded: + blocks", **scored, measures=("blocks",))
-        recorded("recorded: + loss changes", **scored, measures=("blocks", "loss"))
         recorded("recorded: + raw, all of bf16", scores=DEFAULT_SCORES)
         recorded(f"recorded: {RECIPE} by torch, without results", RECIPE, scores=DEFAULT_SCORES, measures=ALL[1:])
         recorded(f"recorded: {RECIPE} by torch, all", RECIPE, scores=DEFAULT_SCORES, measures=ALL)

@@ -17,11 +17,10 @@ from torch import Tensor
 from binade import quant
 from binade.app.pages.registry import PAGES
 from binade.app.questions.drift import compute as drift_compute
-from binade.app.questions.loss import compute as loss_compute
 from binade.app.questions.shared import laws
 from binade.app.questions.shared.distributions import distribution_of
 from binade.app.questions.shared.operands import along
-from binade.app.questions.shared.scope import scoped, unrounded
+from binade.app.questions.shared.scope import scoped
 from binade.app.questions.shared.selection import worst as worst_of
 from binade.app.questions.what_if import compute as what_if_compute
 from binade.app.view import View
@@ -342,20 +341,6 @@ def test_which_blocks_fail(visitor: Visitor, operand_shown: tuple[Tensor, int]):
         assert int(mark["code"], 2) == int(seen.codes[block, place])
 
 
-def test_what_costs_the_loss(visitor: Visitor, catalog: Catalog):
-    visitor.ask("runs", "loss")
-    found = loss_compute.costs(catalog, scoped(catalog, unrounded(catalog, Filter()), scored=True), "mxfp4")
-    first = found.table.iloc[0]
-    assert visitor.answer == said(catalog, "runs", "loss")
-    assert f"The {len(found.table)} operands together: {found.total}." in visitor.answer
-    points = {mark["tensor"]: mark for mark in visitor.marks("loss_against_sqnr") if "rank by loss" in mark}
-    assert len(points) == len(found.table) and number(points[first["place"]]["rank by loss"]) == 1
-    assert number(points[first["place"]]["SQNR (dB)"]) == pytest.approx(first["sqnr_db"], abs=0.051)
-    assert not visitor.page.get_by_text("Color", exact=True).count()  # it is the loss here
-    visitor.click(visitor.chart("loss_ranking").locator("path[aria-label]").first)
-    visitor.page.wait_for_url(re.compile(r"/tensor\?.*tensor="))
-
-
 def test_which_gemm_loses_it(visitor: Visitor, catalog: Catalog):
     visitor.page.goto("/?view=gemms")
     visitor.page.wait_for_url(re.compile("metric=result_sqnr_db"))  # where the address leads now
@@ -418,9 +403,9 @@ def test_what_is_the_format_really_using(visitor: Visitor, catalog: Catalog):
     assert "denormal" in visitor.title("tiers") and "3 mantissa bits" in visitor.title("tiers")
 
 
-def test_every_chart_can_be_saved_with_its_caption(visitor: Visitor, catalog: Catalog, tmp_path: Path):
-    visitor.ask("runs", "loss")
-    where, saved = scoped(catalog, unrounded(catalog, Filter()), scored=True), {}
+def test_every_chart_can_be_saved_with_its_caption(visitor: Visitor, tmp_path: Path):
+    visitor.ask("runs", "recipes")
+    saved = {}
     ends = {"PNG": ".png", "SVG": ".svg", "CSV": ".csv", "Markdown": ".md", "84 mm wide as PDF": "-84mm.pdf"}
     for kind, end in ends.items():
         with visitor.page.expect_download() as download:
@@ -430,24 +415,13 @@ def test_every_chart_can_be_saved_with_its_caption(visitor: Visitor, catalog: Ca
         path = tmp_path / download.value.suggested_filename
         download.value.save_as(path)
         saved[kind] = path.read_bytes()
-        assert path.name == f"binade-loss-ranking{end}"
+        assert path.name == f"binade-costs{end}"
     assert b"| :--" in saved["Markdown"] and saved["84 mm wide as PDF"].startswith(b"%PDF")
     assert saved["PNG"].startswith(b"\x89PNG") and len(saved["PNG"]) > 10_000
     svg, table = saved["SVG"].decode(), saved["CSV"].decode()
     for text in (svg, table):
-        for words in (f"run {where.run_id[0]}", "Predicted loss change in mxfp4: mean over", "Data: "):
+        for words in ("their bf16 runs, from loss.jsonl", "Gap: the run’s loss minus that of bf16", "Data: "):
             assert words in text, words
-    assert "<svg" in svg and "Predicted loss change in mxfp4, largest first" in svg
-    rows = pd.read_csv(tmp_path / "binade-loss-ranking.csv", comment="#")
-    assert rows["rank"].tolist() == list(range(1, len(rows) + 1)) and {"sqnr_db", "tensor_id"} <= set(rows)
-
-
-def test_do_the_predictions_hold(visitor: Visitor, catalog: Catalog):
-    visitor.ask("runs", "predictions")
-    assert visitor.answer == said(catalog, "runs", "predictions")
-    for name, title in (
-        ("gap", "mean gap (nats)"),
-        ("first", "first gap (nats)"),
-    ):  # side by side, of two measures: each names its own
-        text = visitor.chart(f"predictions_{name}").get_by_text(title, exact=True)
-        assert text.evaluate("text => getComputedStyle(text).visibility") == "visible"
+    assert "<svg" in svg and "What each recipe costs" in svg
+    rows = pd.read_csv(tmp_path / "binade-costs.csv", comment="#")
+    assert rows["gap"].notna().all() and rows["label"].is_unique and {"run_id", "low", "high"} <= set(rows)

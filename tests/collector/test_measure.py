@@ -136,31 +136,28 @@ def test_wrong_input_is_one_line_and_nothing_is_written(command, tmp_path, capsy
     assert not list((tmp_path / "runs").glob("2*"))
 
 
-@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_advisor_measures_and_uses_what_it_measured(command, collect, tmp_path, capsys):
-    collect("--scores", "mxfp4,nvfp4", "--micro-batches", "2", "--collect-micro-batches", "2", "--no-raw")
-    budget = ("--budget", "4.4", "--predicted")
-    assert command("advise", *budget) == 0
-    predicted = capsys.readouterr().out.partition("Advised:")[2]
-    assert "for a predicted loss change" in predicted and "measured" not in predicted
-    assert command("advise", *budget[:2], "--measure", "--sequences", "3") == 0
+    run = collect("--scores", "mxfp4,nvfp4", "--micro-batches", "2", "--collect-micro-batches", "2", "--no-raw")
+    budget = ("--budget", "4.4")
+    assert command("advise", *budget) == 1
+    err = capsys.readouterr().err
+    assert one_line(err) and f"no effect on the loss was measured for {run.run_id} by site" in err
+    assert f"binade measure {run.run_id} --by part,site" in err
+    assert command("advise", *budget, "--measure", "--sequences", "3") == 0
     out = capsys.readouterr().out
-    assert "for a measured loss change" in out and "3 sequences" in out
-    assert "All operands in mxfp4: predicted" in out
+    assert "measured loss changes add up to" in out and "3 sequences" in out
+    assert "All operands in mxfp4: measured together" in out
     effects = {(each.format, each.group.module): each.change.value for each in merged(rows(tmp_path / "runs"))}
     assert len(effects) == 2 * 5  # four modules, and all linear layers
-    assert command("advise", *budget[:2]) == 0  # what was measured before is used
+    assert command("advise", *budget) == 0  # what was measured before is used
     assert capsys.readouterr().out == out.partition("measured in ")[2].partition("\n\n")[2]
-    assert command("advise", *budget) == 0
-    assert capsys.readouterr().out.partition("Advised:")[2] == predicted
-    assert command("advise", "--measure", "--predicted") == 2
 
 
 @pytest.mark.slow
-def test_only_the_largest_predictions_are_measured(command, collect, tmp_path, capsys):
-    collect("--scores", "mxfp4,nvfp4", "--no-raw")
-    assert command("advise", "--budget", "4.4", "--measure", "--sequences", "2", "--first", "1") == 0
-    assert "Only predicted" in capsys.readouterr().out
-    groups = {each.group for each in merged(rows(tmp_path / "runs"))}
-    assert len(groups) == 2 and {group.part for group in groups} == {"linear"}
+def test_the_measurement_that_the_advisor_names_is_what_it_needs(command, collect, capsys):
+    collect("--scores", "mxfp4", "--no-raw")
+    assert command("advise", "--budget", "5") == 1
+    named = capsys.readouterr().err.partition("run binade ")[2].partition(", or ")[0].split()
+    assert command(*named, "--formats", "mxfp4", "--sequences", "2") == 0
+    assert command("advise", "--budget", "5") == 0

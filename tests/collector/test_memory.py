@@ -12,10 +12,9 @@ from binade.collector.capture.instrument import instrument
 from binade.collector.errors import ConfigError
 from binade.collector.models.model import GPTModel
 from binade.collector.training.config import RunConfig
-from binade.collector.training.memory import DEVICE_CHUNK, PER_COPY, PER_LOGIT, PER_WEIGHT, check_memory, needed
+from binade.collector.training.memory import PER_COPY, PER_LOGIT, PER_WEIGHT, check_memory, needed
 from binade.collector.training.plan import Plan, plan
 from binade.data.tensor_kinds import Measure
-from binade.quant import statistics
 
 
 def kept(planned: Plan) -> tuple[int, int]:
@@ -86,8 +85,7 @@ def test_ranks_of_one_machine_count_together():
 
 
 def test_rounding_and_recording_take_buffers(tmp_path):
-    """Rounded copies of a layer's three tensors, on a CPU float32 copies, and for predictions a copy of the largest
-    operand and its chunk."""
+    """Rounded copies of a layer's three tensors, on a CPU float32 copies, and the result of unrounded operands."""
     config = RunConfig(size="full", sequence_length=512, device="cuda", measures=())
     largest = max(max(spec.elements(1, 512, 1).values()) for spec in plan(config).recorded)
     layer = max(sum(spec.elements(1, 512, 1).values()) for spec in plan(config).shape.specs())
@@ -99,7 +97,6 @@ def test_rounding_and_recording_take_buffers(tmp_path):
     state.write_text('[state]\nexp_avg = "bf16"\n')
     for measures in ((), (Measure.RESULT,)):
         assert needed(plan(replace(config, recipe=str(state), measures=measures))).buffers == 0
-    predicted = needed(plan(replace(config, measures=(Measure.LOSS,)))).buffers
-    assert predicted == 2 * largest + 20 * min(largest, DEVICE_CHUNK)
-    assert statistics.DEVICE_CHUNK == DEVICE_CHUNK
-    assert needed(plan(replace(config, measures=(Measure.LOSS,), save_tensors=False))).buffers == 0
+    results = replace(config, recipe="mxfp4", measures=(Measure.RESULT,))
+    assert needed(plan(results)).buffers == 2 * layer + 2 * largest
+    assert needed(plan(replace(results, save_tensors=False))).buffers == 2 * layer

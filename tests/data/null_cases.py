@@ -6,13 +6,10 @@ test_null_cases.py counts fewer cases.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from binade.data import evidence
-from binade.data.evidence import RHO, Estimate
 from binade.data.fields import Field
 from binade.data.held_out import HeldOut, differences, held_out_gap, held_out_sentence
 
@@ -51,11 +48,3 @@ def names_gap(rng: Random, seeds: int, deviation: float, gap: float = 0.0) -> bo
 
 def names_slope(rng: Random, seeds: int, deviation: float) -> bool:
     return "changes when the tokens double" in held_out(rng, seeds, deviation)
-
-
-def misses_rho(rng: Random, pairs: int, r: float) -> bool:
-    """Whether Spearman's interval misses ρ of the normal distribution with correlation r."""
-    x, y = rng.multivariate_normal([0, 0], [[1, r], [r, 1]], pairs).T
-    found: Estimate = evidence.correlation(x, y, "operands")
-    assert found.measure is RHO
-    return not found.low <= 6 / math.pi * math.asin(r / 2) <= found.high

@@ -106,11 +106,13 @@ def test_another_root_explores_the_same(source: Path, packed: Path, tmp_path: Pa
 
 @pytest.mark.thorough
 def test_a_run_of_an_earlier_version_opens_unchanged_and_travels(tmp_path: Path):
-    """Its table of errors lacks a column that was added since."""
+    """Its table of errors lacks a column that was added since, and has one that is no longer recorded."""
     root = tmp_path / "root"
     run = make_run(root, assorted(0, format="mxfp8"))
     for file in run.directory.glob("segments/*/score.parquet"):
-        pq.write_table(pq.read_table(file).drop_columns(sorted(ADDED)), file)
+        table = pq.read_table(file)
+        table = table.drop_columns(sorted(ADDED & {*table.column_names}))
+        pq.write_table(table.append_column("loss_first_by_sequence", pa.array([[0.5]] * len(table))), file)
     reseal(run.directory)
     with Catalog.open(root) as catalog:
         assert not catalog.refused and len(catalog.table("score").to_pandas())

@@ -467,7 +467,7 @@ class TestIndexFile:
             lambda catalog: catalog.tensors(),
             lambda catalog: catalog.crossed(Filter(layer_index=[1]), by).sort_values([*by, "bin"], ignore_index=True),
             lambda catalog: catalog.moments(by="layer_index"),
-            lambda catalog: catalog.operand_costs(),
+            lambda catalog: catalog.scored_operands(),
             lambda catalog: pd.DataFrame([catalog.facets()]),
             lambda catalog: catalog.table("score").to_pandas(),
             lambda catalog: catalog.runs(),

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from binade.data.parity import MEASURES, Policies, quantities
-from binade.data.parity_values import ValueKind, describe, parsed, published_values
-from binade.data.published_gaps import FigureOrigin
+from binade.data.parity_values import FigureOrigin, ValueKind, describe, parsed, published_values
 
 ENTRY = """
 [[value]]

@@ -138,7 +138,7 @@ def command(root: Path, *arguments: str) -> tuple[int, str, str]:
 
 # Parts of pages that are laid out differently.
 PARTS = (
-    ("map", "map"), ("tensor", "why"), ("explore", "explore"), ("runs", "recipes"), ("runs", "loss"),
+    ("map", "map"), ("tensor", "why"), ("explore", "explore"), ("runs", "recipes"), ("runs", "parity"),
     ("runs", "table"), ("runs", "jobs"), ("runs", "collect"), ("notebook", "sessions"),
 )  # fmt: skip
 

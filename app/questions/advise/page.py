@@ -10,7 +10,7 @@ from binade.app.address import link
 from binade.app.formatting import plain
 from binade.app.jobs import recipe_table
 from binade.app.questions import layout
-from binade.app.questions.advise.question import HALFWAY, advice_of
+from binade.app.questions.advise.question import advice_of
 from binade.app.questions.shared.scope import Scope
 from binade.app.questions.shared.selection import Selection
 from binade.app.view import Reading, View
@@ -38,17 +38,12 @@ def _recipe(selection: Selection, values: dict[str, Any], view: View) -> None:
         advice = advice_of(selection, values)
     except AdviceError:  # the answer shows the error
         return
-    budget = [f"--budget {values['budget']}"]
-    if advice.roofline:
-        budget = [f"--device {values['device']}"]
-        budget += [f"--speedup {values['speedup']}"] * (values["speedup"] != HALFWAY)
-    limit = "_".join(word for word in " ".join(budget).split() if not word.startswith("--"))
-    name = f"advised_{limit.replace('.', '_')}_{values['by']}"
+    name = f"advised_{values['budget'].replace('.', '_')}_{values['by']}"
     with st.expander("The recipe as a file", icon=":material/description:"):
         st.code(to_toml(advice.recipe(name)), language="toml", wrap_lines=True)
     st.caption("The same in a terminal:")
     parts = "" if values["parts"] == "linear" else " --parts linear,qk,pv"
-    command = f"binade advise {selection.opened.root} {' '.join(budget)} --by {values['by']}{parts}"
+    command = f"binade advise {selection.opened.root} --budget {values['budget']} --by {values['by']}{parts}"
     st.code(f"{command} --output {name}.toml --verify 3", language="shell", wrap_lines=True)
     if read_only():
         return
@@ -68,5 +63,7 @@ def _recipe(selection: Selection, values: dict[str, Any], view: View) -> None:
     except FAILED as error:
         st.error(plain(f"Nothing was queued: {error}."), icon=":material/error:")
         return
-    st.success(f"{len(runs)} runs are queued. When they are done, this page compares them.", icon=":material/check:")
+    st.success(
+        f"{len(runs)} runs are queued. When they are done, Runs › Recipes compares them.", icon=":material/check:"
+    )
     link(view.at("runs", "jobs"), "See them among the jobs", ":material/list_alt:")

@@ -14,7 +14,6 @@ from binade.app.budget import BudgetError
 from binade.app.control import Control
 from binade.app.figure import Column, Drawn, Figure, Table, Text, source
 from binade.app.formatting import evenly
-from binade.app.measures import loss_change
 from binade.app.measures.map_measure import ITERATION, LAYER, CellQuery, MapMeasure
 from binade.app.measures.parity_change import PARITY, parity_of
 from binade.app.measures.registry import MAP_MEASURES
@@ -28,20 +27,18 @@ from binade.app.questions.shared import board_charts
 from binade.app.questions.shared.operands import OTHER, operand
 from binade.app.questions.shared.rounded import NOT_RECORDED
 from binade.app.questions.shared.runs import every_run
-from binade.app.questions.shared.scope import OF_RUNS, Scope, scope_of, scoped, unrounded
+from binade.app.questions.shared.scope import OF_RUNS, Scope, scope_of, scoped
 from binade.app.questions.shared.selection import Selection
 from binade.app.questions.shared.unscaled import with_scale
 from binade.data import evidence
 from binade.data.catalog import USED, Catalog
 from binade.data.evidence import Measure, Sentence
 from binade.data.filter import Filter
-from binade.data.reliability import PREDICTION
 from binade.data.run_table import OF_MODEL
 from binade.quant.normal import VS_NORMAL, normal_sqnr
 from binade.quant.specs import Spec
 
 MOST_COLUMNS = 240
-LOSS_CHANGE = "loss_change"
 ACROSS = Control(
     name="across", label="Columns", param=One((LAYER, ITERATION)), titles={LAYER: "layers", ITERATION: "iterations"},
     row="map",
@@ -144,8 +141,6 @@ class Map:
 
 
 def within(opened: Catalog, where: Filter, values: Mapping[str, Any]) -> Filter:
-    """A predicted loss change is that of a run that rounds nothing."""
-    where = unrounded(opened, where) if values["metric"] == LOSS_CHANGE else where
     every = values["across"] == ITERATION or MAP_MEASURES[values["metric"]].history
     apart = (ITERATION,) if every else ()
     return scoped(opened, where, apart, scored=True)
@@ -360,12 +355,8 @@ def _verdict(opened: Catalog, map_: Map) -> Sentence:
     measure, of = map_.measure, "layers" if map_.across == LAYER else "iterations"
     said = headline_of(opened, map_)
     if said is None:
-        predicted = measure.key == LOSS_CHANGE and not map_.against
-        if predicted and (doubt := loss_change.doubt(opened, map_.where, map_.fmt)):
-            return evidence.together(doubt, PREDICTION)
         items = [(str(row["kind"]), evidence.spread(measure, row, of)) for row in map_.kinds.to_dict("records")]
-        named = evidence.extreme(items, f"median {map_.title}", lowest=measure.low_is_bad)
-        return evidence.together(named, PREDICTION) if predicted else named
+        return evidence.extreme(items, f"median {map_.title}", lowest=measure.low_is_bad)
     sentence = said.sentence
     scaled = None if map_.fmt == USED else with_scale(map_.fmt)
     if scaled and str(scaled) in opened.scored_formats(map_.where) and len(map_.kinds):

@@ -7,7 +7,7 @@ import pandas as pd
 
 from binade.app import plot, style
 from binade.app.figure import Chart
-from binade.app.questions.recipes.bands import NONE, PUBLISHED
+from binade.app.questions.recipes.bands import NONE
 from binade.app.questions.shared.loss_chart import MOST_POINTS, marked_points
 from binade.data.gap_bands import BandKind
 from binade.data.text import number_text
@@ -18,7 +18,7 @@ def _gap(base: str) -> str:
     return "gap to bf16" if base == "bf16" else "gap"
 
 
-BANDS = {BandKind.SEEDS.value: style.GREY, BandKind.REORDERING.value: style.PALETTE[2], PUBLISHED: style.PALETTE[6]}
+BANDS = {BandKind.SEEDS.value: style.GREY, BandKind.REORDERING.value: style.PALETTE[2]}
 REACH = 2.0  # times the largest gap: as far as an axis reaches to show a band
 SHADE, LABEL = 0.25, 200  # opacity of a band, pixels of its name
 
@@ -98,11 +98,7 @@ def costs(
     layers: list[Chart] = []
     if len(bands):
         look: plot.Look = {"x": "low", "x2": "high", "y": y} | _shades(bands)
-        published = bands["band"] == PUBLISHED
-        layers = [
-            plot.mark("rect", bands[~published], opacity=SHADE, **look),
-            plot.mark("bar", bands[published], size=5, yOffset=12, **look),
-        ]
+        layers = [plot.mark("rect", bands, opacity=SHADE, **look)]
     return plot.layers("What each recipe costs", subtitle, *layers, *bars)
 
 

@@ -25,7 +25,6 @@ from binade.app.questions.shared.selection import Selection
 from binade.app.questions.shared.unscaled import with_scale
 from binade.app.style import MEASURES
 from binade.collector.recipes.ladder import ladders
-from binade.collector.recipes.parse import linear_formats_of
 from binade.data import comparison, evidence, loss_gaps
 from binade.data.ablation import JUDGED, RUNG_FIELDS, ablation, iterations_of
 from binade.data.catalog import Catalog
@@ -206,9 +205,8 @@ def cost(opened: Catalog, where: Filter, table: pd.DataFrame, base: str = BF16) 
     look = dict(zip(table["run_id"], table["look"], strict=True))
     looks = run_looks(table) | {recipe.label: look[recipe.run_id] for recipe in latest}
     configs = opened.runs().set_index("run_id")["config"]
-    formats = {run_id: linear_formats_of(json.loads(configs[run_id])) for run_id in compared.bands}
     subtitle = f"{part}mean over the iterations that both runs have, and over seeds"
-    shades = bands.rows([recipe for recipe in latest if compared.bands], compared.bands, formats)
+    shades = bands.rows([recipe for recipe in latest if compared.bands], compared.bands)
     chart = charts.costs(bars, subtitle, looks, base, shades)
     height = charts.costs_height(bars, shades)
     note = f"{ONE_SEED} {bands.NOTE}" if compared.bands else ONE_SEED
@@ -220,14 +218,12 @@ def cost(opened: Catalog, where: Filter, table: pd.DataFrame, base: str = BF16) 
     columns = {name: column for name, column in COLUMNS.items() if name not in unused}
     every = with_effects(opened, compared)
     operands = operand_table(opened, recipes if base == BF16 else ())
-    published = bands.published([*formats.values()])
     items: tuple[Item, ...] = (
         *figures,
         Table("recipes", every, _known(every), title="Recipes"),
         Table("costs", listed, columns, title="Runs", foldable=True),
         *[Table("operands", operands, _columns(OPERAND_FIELDS), title="Operands", foldable=True)] * bool(len(operands)),
         *map(Text, (*compared.missing, *filter(None, [operands_left(recipes)]))),
-        *published,
     )
     caveat = rounded_twice(json.loads(configs[recipe.run_id]) for recipe in recipes)
     measured = measured_sentence(opened, compared) if base == BF16 else ""

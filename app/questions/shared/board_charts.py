@@ -55,8 +55,8 @@ def axis_domain(figures: pd.Series, measure: Measure) -> list[float]:
 
 
 def ranking(table: pd.DataFrame, measure: Measure, title: str, subtitle: str | list[str]) -> Chart:
-    """The first BARS rows of `boards.ranking` as bars, worst at the top, colored by operation. A thin line goes from
-    the 10th to the 90th percentile of a bar's tensors."""
+    """The first BARS rows of a table of cells, worst first, as bars, colored by operation. A thin line goes from the
+    10th to the 90th percentile of a bar's tensors."""
     shown = with_labels(table.head(BARS), measure)
     several = "figure_high" in shown
     end = shown["figure_high"].fillna(shown["figure"]) if several else shown["figure"]

@@ -99,8 +99,7 @@ def scoped(opened: Catalog, where: Filter, apart: Collection[str] = (), scored: 
 
 
 def unrounded(opened: Catalog, where: Filter) -> Filter:
-    """The filter, restricted to runs that round no operand; unchanged if there are none. Predicted loss changes hold
-    for these: elsewhere, gradients are those of a model that is rounded already."""
+    """The filter, restricted to runs that round no operand; unchanged if there are none."""
     rounded = rounding(opened, where)
     chosen = [run for run in opened.distinct(("run_id",), where)["run_id"] if run not in rounded]
     return replace(where, run_id=tuple(chosen)) if chosen and rounded else where

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from binade.collector.capture.adapters.dtensor import is_dtensor
 from binade.collector.capture.adapters.products import listen_to_result, listened, showing_operands, tensors_in
 from binade.collector.models.parallel import Begin
-from binade.quant.gemm import Observed, Tap, sampling
+from binade.quant.gemm import Observed, Tap
 from binade.quant.memory import ordinary
 from binade.quant.quantizer import DTYPES
 
@@ -133,8 +133,7 @@ def with_weight_gradients(weights: Sequence[Tensor], tap: Tap, show: Tap) -> Tap
             if not running:
                 return
             arrived[at] = gradient.detach()
-            if not sampling():
-                handles[at].remove()
+            handles[at].remove()
             if len(arrived) == len(weights):
                 tap(Observed("grad_b", torch.cat([arrived[i] for i in range(len(weights))])))
                 arrived.clear()

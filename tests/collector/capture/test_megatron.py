@@ -34,7 +34,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from binade.collector import instrument, instrument_provider
+from binade.collector import instrument
 from binade.collector.capture.adapters.layer import InstrumentError
 from binade.collector.models.model import GPTModel as OurModel
 from binade.collector.models.registry import MODELS
@@ -478,47 +478,6 @@ def test_a_head_is_quantized_only_when_asked_for(tmp_path):
     assert "head" not in set(rows(tmp_path / "False")["module"])
     head = rows(tmp_path / "True", module="head")
     assert torch.equal(value(head, 0, "head", "weight"), model.shared_embedding_or_output_weight())
-
-
-def test_predictions_do_not_depend_on_the_number_of_micro_batches(tmp_path):
-    found = {}
-    for number in (1, 2, 4):
-        root = tmp_path / str(number)
-        num_microbatches_calculator.init_num_microbatches_calculator(0, None, 2 * number, 2, 1)
-        try:
-            with instrument_provider(lambda **_: model_of(), "bf16", root=root, scores=("mxfp4",)) as provider:
-                values = schedule(provider, 1, number)
-        finally:
-            num_microbatches_calculator.destroy_num_microbatches_calculator()
-        if number == 2:
-            plain = schedule(lambda **_: model_of(), 1, number)
-            assert all(torch.equal(a, b) for a, b in zip(values, plain, strict=True))
-        with Catalog.open(root) as catalog:
-            found[number] = catalog.loss_changes("mxfp4", ("layer_index", "module", "tensor_name"))
-    assert found[1]["by_sequence"].map(len).eq(2).all()
-    for number in (2, 4):
-        for column in ("first", "second", "error"):
-            one, other = found[1][column], found[number][column]
-            assert one.notna().all() and (other - one).abs().max() < 1e-5 * one.abs().max(), (number, column)
-
-
-@pytest.mark.parametrize(
-    ("setting", "said"),
-    [
-        ({"pipeline_model_parallel_size": 2}, "divided among tensor-, pipeline- or context-parallel ranks"),
-        ({"gradient_accumulation_fusion": True}, "accumulation of gradients is fused"),
-    ],
-)
-def test_a_model_without_second_order_is_reported(tmp_path, setting, said):
-    def provider(**_: object) -> torch.nn.Module:
-        model = model_of()
-        for name, given in setting.items():
-            setattr(model.config, name, given)
-        return model
-
-    with instrument_provider(provider, "bf16", root=tmp_path, scores=("mxfp4",)) as build:
-        with pytest.warns(UserWarning, match=f"to first order only: .*{said}"):
-            build()
 
 
 @pytest.mark.sampled(1)

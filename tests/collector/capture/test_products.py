@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,14 +18,16 @@ from binade.app.measures.values import computed
 from binade.app.questions.map.compute import cells
 from binade.collector import coverage, instrument
 from binade.collector.advice.advice import AdviceRequest, advise
-from binade.collector.advice.costs import costs
+from binade.collector.advice.costs import operands_of, with_effects
 from binade.collector.capture.adapters.layer import InstrumentError
 from binade.collector.recipes.files import draft_of, to_toml
 from binade.collector.recipes.parse import parse_recipe
 from binade.data.catalog import Catalog
+from binade.data.effects import EffectGroup
 from binade.data.filter import Filter
 from binade.quant import fake_quantize
 from binade.quant.metrics import score
+from tests.collector.effect_rows import effect
 from tests.collector.instrumented import LINEAR, Recorder, names, rows, same, state, train, value
 
 pytestmark = pytest.mark.slow
@@ -301,11 +304,10 @@ def test_layers_are_left_out():
 @pytest.mark.thorough
 def test_a_twin_step_and_a_watched_step(tmp_path):
     model, twins = Decoder(), []
-    with collector.Recorder(tmp_path, scores=("mxfp4",), measures=("result", "loss", "blocks")) as recorder:
+    with collector.Recorder(tmp_path, scores=("mxfp4",), measures=("result", "blocks")) as recorder:
         with instrument(model, parse_recipe("bf16", product="mxfp4"), recorder, products=GATED, backend="torch"):
             twins.append(recorder.twin(lambda: loss(model), times=1))
             logits = model(torch.randn(2, LENGTH, HEADS * DIM, generator=torch.Generator().manual_seed(2)))
-            recorder.sensitivity(logits)
             logits.square().mean().backward()
     assert twins[0].changes[0] != 0 and twins[0].gradients[0].bias > 0
     with Catalog.open(tmp_path) as catalog:
@@ -321,7 +323,6 @@ def test_a_twin_step_and_a_watched_step(tmp_path):
             assert row.sqnr_db == pytest.approx(score(x, "mxfp4", dim).sqnr_db, rel=1e-4, nan_ok=True)
     forward = scores[scores.gemm == "forward"]
     assert set(forward.tensor_name) == {"left", "right"}
-    assert forward[forward.module.isin(["mixer", "mixer.1"])].loss_first_by_sequence.map(len).eq(2).all()
     assert {tuple(each) for each in scores[["tensor_name", "gemm"]].to_numpy()} == {
         *(("left", "forward"), ("right", "forward"), ("grad_product", "dgrad")),
         *(("right", "dgrad"), ("grad_product", "wgrad"), ("left", "wgrad")),
@@ -330,16 +331,18 @@ def test_a_twin_step_and_a_watched_step(tmp_path):
 
 def test_the_map_and_the_advice_know_products(tmp_path):
     """What the Map computes from the values is what was recorded, along the axis of each GEMM."""
-    with collector.Recorder(tmp_path, scores=("mxfp4", "mxfp8"), measures=("loss",)) as recorder:
+    with collector.Recorder(tmp_path, scores=("mxfp4", "mxfp8"), measures=()) as recorder:
         with instrument(model := Decoder(), "bf16", recorder, products=GATED, backend="torch"):
             logits = model(torch.randn(2, LENGTH, HEADS * DIM, generator=torch.Generator().manual_seed(2)))
-            recorder.sensitivity(logits)
             logits.square().mean().backward()
+    effects = pd.DataFrame([effect("mxfp4", EffectGroup("product"), [0.1, 0.2])])
     with Catalog.open(tmp_path) as catalog:
         where, by = Filter(module=("mixer", "mixer.1")), ["gemm", "product", "tensor", "layer_index"]
         recorded = cells("sqnr_db", CellQuery(catalog, where, "mxfp4")).set_index(by)["value"]
         from_values = computed("sqnr_db", CellQuery(catalog, where, "mxfp4"))[0].set_index(by)["value"]
-        recipe = advise(costs(catalog, parts=("product",)), AdviceRequest(6)).recipe("mine")
+        measured = with_effects(operands_of(catalog, parts=("product",)), effects, "site")
+        assert measured
+        recipe = advise(measured, AdviceRequest(6)).recipe("mine")
     assert len(recorded) == 3 * 2 * 2 * 2  # GEMMs, operands, products, layers
     assert from_values.to_dict() == pytest.approx(recorded.to_dict())
     assert recipe.product.formats.quantized and recipe.describe().startswith("linear bf16, qk bf16, pv bf16, product ")

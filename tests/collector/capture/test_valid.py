@@ -38,7 +38,6 @@ def recorded(tmp_path_factory) -> tuple:
     with Recorder(root, scores=SCORES) as recorder, instrument(model, "mxfp8", recorder, backend="torch"):
         with recorder.valid(MASK.t(), batch_axis=1):  # its hidden states are [s, b, ·]
             logits = model(TOKENS)
-        recorder.sensitivity(logits)
         F.cross_entropy(logits.flatten(0, 1), LABELS.flatten(), reduction="none")[MASK.flatten()].mean().backward()
     with Catalog.open(root) as catalog:
         scores, sketch = (catalog.table(name).to_pandas() for name in ("score", "sketch"))
