@@ -34,7 +34,7 @@ from binade.data.catalog import Catalog
 from binade.data.events import read_events
 from binade.data.read_tables import UnreadableError, check_readable
 from binade.data.runs import RUNNING, RunError, RunInfo, fingerprint, list_runs, read_run, run_names
-from binade.data.segment import ADDED, FORMER, MANIFEST, TABLES, SegmentError, manifest, table_files
+from binade.data.segment import FORMER, MANIFEST, OPTIONAL, TABLES, SegmentError, manifest, table_files
 from binade.data.store import (
     TensorFileError,
     check_content,
@@ -397,7 +397,7 @@ def _check_rows(segment: Path) -> None:
         schema = pq.read_schema(path)
         types = {column.name: column.type for column in schema}
         for column in TABLES[name]:
-            if column.name in ADDED and column.name not in types:
+            if column.name in OPTIONAL and column.name not in types:
                 continue
             if not types.get(column.name, pa.null()).equals(column.type):
                 _refuse(f"{segment.name}/{name}.parquet has no column {column.name} of type {column.type}")

@@ -15,6 +15,7 @@ import pyarrow as pa
 from binade.data.fields import ERRORS as SHOWN_ERRORS
 from binade.data.fields import STATISTICS
 from binade.data.filter import FIELDS, Filter
+from binade.data.index_tables import INDEX_TABLES
 from binade.data.intake import CUBES, SUMS, same
 from binade.data.open_index import GROUPABLE, HIDDEN, IN_LIST, CatalogError, DamagedIndexError, repairing
 from binade.data.parity_results import PARITY
@@ -35,7 +36,7 @@ SAME_IN_ITERATIONS = ("rank", *(name for name in SAME_IN_SHARDS if name != "iter
 # The fields that identify a tensor across runs.
 TWIN_FIELDS = tuple(name for name in FIELDS if name not in ("run_id", "recipe", "quant_type"))
 SOUND_RUNS = "run WHERE damage IS NULL"
-PUBLIC_TABLES = ("run", "tensor", "score", "sketch", "block", "trace", "effect")
+PUBLIC_TABLES = tuple(INDEX_TABLES)
 
 
 @dataclass(frozen=True)

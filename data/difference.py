@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import pyarrow as pa
 
 from binade.data.cache import Done
+from binade.data.columns import COUNTS, MOMENTS
 from binade.data.coverage import FormatDifference, differing, recorded_formats
 from binade.data.matching import Key, explained, matched, same_layout
 from binade.data.names import name_of
 from binade.data.runs import IMPORT, RunError, RunInfo, read_steps
-from binade.data.segment import COUNTS, MOMENTS, read_tables
+from binade.data.segment import read_tables
 from binade.data.step_sums import by_step, factor_of_sums
 from binade.data.store import TensorFileError
 from binade.data.text import describe, natural

@@ -23,10 +23,11 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 
+from binade.data.columns import COUNTS, ERROR_COLUMNS, MOMENTS, TensorRow
 from binade.data.filter import FIELDS, Filter
 from binade.data.json_files import read_json
 from binade.data.runs import RunError, RunFile, is_lost, read_steps
-from binade.data.segment import COUNTS, ERROR_COLUMNS, MOMENTS, TENSOR_SCHEMA, TensorRow, tensor_record
+from binade.data.segment import TENSOR_SCHEMA, tensor_record
 from binade.data.store import staged_directory, staged_file, sweep_beside
 from binade.data.tensor_kinds import TENSOR_KINDS
 from binade.data.text import csv_cell, plain_name

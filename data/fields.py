@@ -1,7 +1,8 @@
 """Every field of the filter, every statistic of a tensor and every metric, once: title, unit, format, definition, SQL.
 
 The filter, tooltips, columns of tables, titles of axes, headers of exports, the glossary and the reference read them
-here. To add one, add an entry to `_FIELDS`. This file imports neither torch nor pandas.
+here. To add one, add an entry to `_FIELDS`. What a column means is said in data/columns.py. This file imports neither
+torch nor pandas.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
+from binade.data.columns import Score, TensorRow, Trace, columns_of
 from binade.data.tensor_kinds import TENSOR_KINDS, Operation, Phase
 from binade.data.text import number_text
 from binade.quant.definitions import METRICS
@@ -122,12 +124,11 @@ class Field:
 def _identity(
     name: str,
     title: str,
-    definition: str,
     format: str = "",
     group: FilterGroup = FilterGroup.FIRST,
     order: tuple[str, ...] = (),
 ) -> Field:
-    return Field(name, title, "", definition, format, f"tensor.{name}", FieldKind.IDENTITY, group, order=order)
+    return Field(name, title, "", MEANINGS[name], format, f"tensor.{name}", FieldKind.IDENTITY, group, order=order)
 
 
 def _statistic(name: str, sql: str, title: str = "", definition: str = "", unit: str = "", log: bool = False) -> Field:
@@ -147,47 +148,40 @@ def _error(name: str) -> Field:
     return Field(name, known.label, known.unit, known.definition, sql=f"score.{name}", kind=FieldKind.ERROR)
 
 
+MEANINGS = {column.name: column.meaning for rows in (Trace, Score, TensorRow) for column in columns_of(rows)}
 MODULES = (  # in the order of the network
     *("q_down", "q", "q_up", "k", "v", "kv_down", "kv_up", "qkv", "core", "proj", "router", "fc1", "gate", "up", "fc2"),
     *("shared_fc1", "shared_fc2", "scalar_gate"),
 )
 _FIELDS = (
     # Fields of the filter, in the order of its menu.
-    _identity("run_id", "Run", "One execution of training, or one import of tensors."),
-    _identity("iteration", "Iteration", "A step of the optimizer, numbered from 0. Warm-up iterations have negative "
-              "numbers.", "d"),
-    _identity("layer_index", "Layer", "The layer of the model, numbered from 1.", "d"),
-    _identity("module", "Module", "The part of a layer: qkv, proj, fc1, fc2, router, or core for the attention core.",
-              order=MODULES),
-    _identity("operation", "Operation", "The pass in which a tensor is computed or used: forward, backward, evaluation "
-              "(a forward pass that does not train) or optimizer.", order=tuple(Operation)),
-    _identity("phase", "Phase", "pre: input of the operation. post: its output.", order=tuple(Phase)),
-    _identity("tensor_name", "Tensor", "What the tensor is in its operation, such as input, weight or grad_output.",
-              order=tuple(kind.name for kind in TENSOR_KINDS)),
-    _identity("quant_type", "Quant type", "The format or recipe that was requested where the tensor was recorded."),
-    _identity("recipe", "Recipe", "Which operand of which GEMM is rounded to which format during a run.",
-              group=FilterGroup.RUN),
-    _identity("model", "Model", "The model that was trained.", group=FilterGroup.RUN),
-    _identity("size", "Size", "tiny: for a CPU. full: the published size.", group=FilterGroup.RUN),
-    _identity("dataset", "Dataset", "The text that the model was trained on.", group=FilterGroup.RUN),
-    _identity("layer_type", "Layer type", "attention, linear, or product for a declared product.",
-              group=FilterGroup.RUN),
-    _identity("component", "Component", "FA: the attention core. linear: a linear layer.", group=FilterGroup.RUN),
-    _identity("stage", "Stage", "Whether an imported tensor was taken before or after quantization.",
-              group=FilterGroup.RUN),
-    _identity("micro_batch", "Micro-batch", "The part of a batch that goes through the model at once, numbered from 0.",
-              "d", FilterGroup.RANK),
-    _identity("rank", "Rank", "The process that recorded the tensor, numbered from 0.", "d", FilterGroup.RANK),
-    _identity("expert", "Expert", "The expert of a mixture of experts, numbered from 0.", "d", FilterGroup.RANK),
+    _identity("run_id", "Run"),
+    _identity("iteration", "Iteration", "d"),
+    _identity("layer_index", "Layer", "d"),
+    _identity("module", "Module", order=MODULES),
+    _identity("operation", "Operation", order=tuple(Operation)),
+    _identity("phase", "Phase", order=tuple(Phase)),
+    _identity("tensor_name", "Tensor", order=tuple(kind.name for kind in TENSOR_KINDS)),
+    _identity("quant_type", "Quant type"),
+    _identity("recipe", "Recipe", group=FilterGroup.RUN),
+    _identity("model", "Model", group=FilterGroup.RUN),
+    _identity("size", "Size", group=FilterGroup.RUN),
+    _identity("dataset", "Dataset", group=FilterGroup.RUN),
+    _identity("layer_type", "Layer type", group=FilterGroup.RUN),
+    _identity("component", "Component", group=FilterGroup.RUN),
+    _identity("stage", "Stage", group=FilterGroup.RUN),
+    _identity("micro_batch", "Micro-batch", "d", FilterGroup.RANK),
+    _identity("rank", "Rank", "d", FilterGroup.RANK),
+    _identity("expert", "Expert", "d", FilterGroup.RANK),
     # Errors of a tensor in a format.
     _decibels("sqnr_db", METRICS["sqnr_db"].label, METRICS["sqnr_db"].definition, kind=FieldKind.ERROR),
     *map(_error, ("flush_to_zero", "saturated", "flushed_error_share", "saturated_error_share")),
     _decibels(VS_NORMAL, "SQNR against normal values", "SQNR minus that of values from N(0,1) in the same format: 0 "
               "where a tensor loses what normally distributed values lose", "+.1f"),
     # Statistics of a tensor's values.
-    _statistic("absmax", "absmax", "absmax", "largest magnitude", log=True),
-    _statistic("std", "std", "Standard deviation", "population standard deviation: divided by n, not n − 1", log=True),
-    _statistic("rms", "rms", "rms", "square root of the mean square of the finite values", log=True),
+    _statistic("absmax", "absmax", "absmax", MEANINGS["absmax"], log=True),
+    _statistic("std", "std", "Standard deviation", MEANINGS["std"], log=True),
+    _statistic("rms", "rms", "rms", MEANINGS["rms"], log=True),
     _statistic("kurtosis", "kurtosis"),
     _statistic("crest_factor", "absmax / nullif(rms, 0)"),
     _statistic("dynamic_range", "CASE WHEN absmax > 0 THEN log2(absmax / absmin) END"),
@@ -199,22 +193,18 @@ _FIELDS = (
           "without, on the same weights and sequences, mean over sequences", "+.3g"),
     Field("parity_change", "Change of log-probabilities", "nats", "mean |Δ log-probability| of a text's tokens with "
           "the product rounded as for the rollout and all others as for training, mean over sequences", log=True),
-    _decibels("result_sqnr_db", "SQNR of the result", "10·log₁₀(‖AB‖² / ‖Q(A)Q(B) − AB‖²) of a GEMM, both products in "
-              "the tensors’ dtype"),
-    _decibels("second_sqnr_db", "SQNR of the second rounding", "of an operand that a GEMM rounds from its rounded "
-              "forward value: 10·log₁₀(Σy² / Σ(q−y)²), y that value. Its SQNR is that of both roundings"),
+    _decibels("result_sqnr_db", "SQNR of the result", MEANINGS["result_sqnr_db"]),
+    _decibels("second_sqnr_db", "SQNR of the second rounding", MEANINGS["second_sqnr_db"]),
     Field("scale_spread", "Spread of block scales", "binades", "log₂ of the largest block scale over the smallest, "
           "without the lowest and highest 1% of the blocks", ".0f", resolution=1.0),
-    Field("tensor_scale", "Tensor scale", "", "what all values were multiplied by before a GEMM rounded them, where "
-          "one number scales the whole tensor", log=True),
+    Field("tensor_scale", "Tensor scale", "", MEANINGS["tensor_scale"], log=True),
     Field("outlier_persistence", "Persistence", "", "Jaccard index (channels in both sets over channels in either) of "
           "the hot channels in two successive recorded iterations: the 1% with the largest absmax, but at least 8, and "
           "at most 64 or a quarter of all channels, whichever is smaller", ".2f"),
-    Field("hot_ratio", "Hottest channel", "", "its absmax divided by that of the median channel"),
+    Field("hot_ratio", "Hottest channel", "", MEANINGS["hot_ratio"]),
     Field("oscillating", "Oscillating weights", "%", "share of the sampled weights with Σ|ΔQ(w)| / Σ|Δw| ≥ 16 over the "
           "last 50 recorded iterations"),
-    Field("at_bin_edge", "Weights at a bin’s edge", "%", "share of the sampled weights (up to 8,192 per tensor) with "
-          "|w − q| > 0.495 times the width of q’s bin; clipped weights are not at an edge"),
+    Field("at_bin_edge", "Weights at a bin’s edge", "%", MEANINGS["at_bin_edge"]),
     Field("edge_excess", "Excess at a bin’s edge", "%", "share of the weights at a bin’s edge, minus the share of "
           "normally distributed values with the same standard deviation, dtype and format", "+.3g"),
     Field("gradient_to_noise", "Gradient to noise", "", "‖g‖ / ‖ĝ − g‖ = 10^(SQNR/20), where g is the gradient of a "

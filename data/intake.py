@@ -31,6 +31,7 @@ from binade.data.events import check_events
 from binade.data.filter import FIELDS
 from binade.data.held_out import FILE as HELD_OUT
 from binade.data.held_out import check_held_out
+from binade.data.index_tables import INDEX_TABLES
 from binade.data.parity_results import FILE as PARITIES
 from binade.data.parity_results import read_parity
 from binade.data.runs import RUNNING, RunError, RunInfo, check_losses, first_step, read_notes, read_run, run_names
@@ -68,7 +69,8 @@ def schema() -> str:
         cubes.append(f"CREATE TABLE {name} AS SELECT key, {', '.join(fields)} FROM tensor;")
         cubes.append(f"CREATE TABLE {name}_sketch AS SELECT key, bin, {SUMS} FROM sketch GROUP BY ALL;")
         cubes.append(f"INSERT INTO cube VALUES ('{name}', 0, 0, 0, 0);")
-    return "\n".join([SCHEMA.read_text(encoding="utf-8"), *cubes, "DROP TABLE sketch;"])
+    tables = [table.sql for table in INDEX_TABLES.values()]
+    return "\n".join([*tables, SCHEMA.read_text(encoding="utf-8"), *cubes, "DROP TABLE sketch;"])
 
 
 def same(a: str, b: str, fields: Iterable[str]) -> str:

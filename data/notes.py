@@ -9,8 +9,8 @@ from typing import Any
 
 import pandas as pd
 
+from binade.data.columns import Identity
 from binade.data.evidence import Sentence, say
-from binade.data.segment import Identity
 
 STAGES = {"before": "before it was quantized", "after": "after it was quantized"}
 RECOMPUTED = (

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pandas as pd
 
+from binade.data.columns import ERROR_COLUMNS
 from binade.data.fields import ERRORS as SHOWN_ERRORS
 from binade.data.filter import Filter
 from binade.data.intake import same
 from binade.data.open_index import CatalogError, OpenIndex
-from binade.data.segment import ERROR_COLUMNS
 from binade.data.tensor_kinds import OF_ROUTER, TENSOR_KINDS, Product
 from binade.quant.specs import Spec, known_specs
 

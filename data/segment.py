@@ -14,12 +14,11 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
-from datetime import datetime
+from dataclasses import asdict, field
 from io import BufferedReader
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import numpy as np
 import pyarrow as pa
@@ -28,273 +27,55 @@ import pyarrow.parquet as pq
 from pydantic import Field
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
+from binade.data.columns import (
+    BLOCK_COLUMNS,
+    SKETCH_COLUMNS,
+    ColumnType,
+    LoggedRow,
+    Score,
+    TableColumn,
+    TensorRow,
+    Trace,
+    columns_of,
+    values_of,
+)
 from binade.data.json_files import STRICT, read_json
 from binade.data.store import FileState, inside, sha256, staged_directory, staged_file, write_atomic
 
-if TYPE_CHECKING:  # they import torch, which reading the index does not need
-    from binade.quant.block_histograms import Histogram
-    from binade.quant.metrics import Errors
-    from binade.quant.summary import Summary
-    from binade.quant.traces import Sample
+_ARROW = {
+    ColumnType.TEXT: pa.string(),
+    ColumnType.TRUTH: pa.bool_(),
+    ColumnType.SMALL: pa.int16(),
+    ColumnType.INTEGER: pa.int32(),
+    ColumnType.LONG: pa.int64(),
+    ColumnType.REAL: pa.float64(),
+    ColumnType.TIME: pa.timestamp("us"),
+    ColumnType.INTEGERS: pa.list_(pa.int32()),
+    ColumnType.LONGS: pa.list_(pa.int64()),
+    ColumnType.SINGLES: pa.list_(pa.float32()),
+    ColumnType.REALS: pa.list_(pa.float64()),
+}
 
 
-@dataclass(frozen=True)
-class Identity:
-    """The identity of a tensor: the values that users filter by. None if one does not apply or is unknown."""
-
-    model: str | None
-    size: str | None
-    dataset: str | None
-    recipe: str | None
-    quant_type: str | None
-    layer_type: str | None
-    layer_index: int | None
-    module: str | None
-    component: str | None
-    operation: str | None
-    phase: str | None
-    tensor_name: str | None
-    iteration: int | None
-    micro_batch: int | None
-    rank: int | None
-    expert: int | None = None
+def _schema(columns: Sequence[TableColumn]) -> pa.Schema:
+    return pa.schema([(each.name, _ARROW[each.type]) for each in columns])
 
 
-@dataclass(frozen=True)
-class Shard:
-    """Which part of a tensor-parallel tensor this is: number `index` of `count`.
-
-    kind    whole: every rank has the whole tensor; slice: the ranks' tensors concatenated along `axis` are the whole;
-            partial: their sum is the whole
-    stride  the whole consists of this many tensors along the axis, each divided (2 for SwiGLU's gate and up)
-    replica which data-parallel copy of the model it belongs to
-    """
-
-    index: int = 0
-    count: int = 1
-    kind: str = "whole"
-    axis: int | None = None
-    stride: int = 1
-    replica: int = 0
-
-
-@dataclass(frozen=True)
-class Origin:
-    """What is known about an imported tensor in addition to its Identity.
-
-    version      the tool that wrote the file; of the Megatron fork the version of the name, V0 to V7; None for others
-    quant_type   as written in the log
-    stage        "before" or "after" quantization; None if it was not quantized, or it is not known
-    corrections  one sentence for each value that differs from the log
-    key          the tensor's key in a file that holds several
-    module_path  the path of its module in the model
-    order        its place in the order in which its iteration was executed on its rank; None if the tool does not say
-    file_size, file_time_ns  of the file when it was imported, with the content that the row's sha256 is of: see
-                 store.changed_ns
-    """
-
-    version: str | None = None
-    quant_type: str | None = None
-    stage: str | None = None
-    corrections: tuple[str, ...] = ()
-    key: str | None = None
-    module_path: str | None = None
-    order: int | None = None
-    file_size: int | None = None
-    file_time_ns: int | None = None
-
-    @property
-    def correction_lines(self) -> str | None:
-        return "\n".join(self.corrections) or None
-
-
-@dataclass(frozen=True)
-class RoundedWith:
-    """What the rounding of an operand followed from besides its values and its spec, so that it can be repeated.
-
-    tensor_scale  what all values were multiplied by before they were rounded, where one float32 number scales the
-                  whole tensor; None elsewhere, and where it is not known
-    noise_seed    of stochastic rounding; None if there is none
-    sign_seed     of random signs; None if there are none
-    """
-
-    tensor_scale: float | None = None
-    noise_seed: int | None = None
-    sign_seed: int | None = None
-
-
-@dataclass(frozen=True)
-class Score:
-    """The error of rounding a tensor to a format, along the axis that one GEMM contracts.
-
-    gemm         forward, dgrad or wgrad; None for a tensor that is the operand of no known GEMM
-    used         whether the GEMM used the tensor rounded to this format
-    blocks       see quant.block_histograms; empty where they were not measured
-    rounded_with of a used format; in others nothing is set
-    second_sqnr_db
-                 of an operand that the GEMM rounded from its rounded forward value: the error of this second rounding
-                 alone. `error` is that of both. None for others, and in a row that ranks merged
-    """
-
-    format: str
-    error: Errors
-    gemm: str | None = None
-    used: bool = False
-    blocks: Mapping[str, Histogram] = field(default_factory=dict)
-    rounded_with: RoundedWith = RoundedWith()
-    second_sqnr_db: float | None = None
-
-
-@dataclass(frozen=True)
-class Trace:
-    """Values for following a tensor over iterations: see quant.traces. sample: for a rounded weight, else None."""
-
-    hot_channels: np.ndarray
-    hot_ratio: float
-    sample: Sample | None = None
-
-
-@dataclass(frozen=True)
-class TensorRow:
-    """Everything that the index stores about one tensor.
-
-    gemm: the GEMM that contracted_axis and error belong to, or whose result it is; None if it is not known. The scores
-    are of every GEMM that takes the tensor. result_sqnr_db: of a result, against the same GEMM on unrounded operands.
-    tensor_id is unique within its run (the index prefixes it with the run's id). format and error are None unless it is
-    a quantized operand; rounded_with is set for one. path is relative to the run's directory; for an imported tensor,
-    which has an origin, it is absolute. sha256 is that of the file. captured and shard are
-    None if the log does not contain them. recomputed: the layer's forward pass ran a second time during the backward
-    pass (activation recomputation); None if not known. last_bin: of a norm's gain, by MX format the share of its values
-    that round to the largest code of their block; not written. tokens_left_out: how many tokens are padding, which
-    statistics and errors leave out; None if there is no mask, or if it does not apply to the tensor. pairs_left_out:
-    likewise how many pairs of a map of attention the softmax does not see; None without a mask.
-    """
-
-    tensor_id: str
-    run_id: str
-    identity: Identity
-    captured: datetime | None
-    shape: tuple[int, ...]
-    dtype: str
-    nbytes: int
-    path: str | None
-    contracted_axis: int | None
-    summary: Summary
-    format: str | None = None
-    error: Errors | None = None
-    rounded_with: RoundedWith = RoundedWith()
-    scores: Sequence[Score] = ()
-    gemm: str | None = None
-    result_sqnr_db: float | None = None
-    shard: Shard | None = Shard()
-    recomputed: bool | None = None
-    origin: Origin | None = None
-    trace: Trace | None = None
-    sha256: str | None = None
-    last_bin: Mapping[str, float] = field(default_factory=dict)
-    tokens_left_out: int | None = None
-    pairs_left_out: int | None = None
-
-
-@dataclass(frozen=True)
-class LoggedRow:
-    """A tensor of which another tool has logged statistics, but no values. columns: the others of TENSOR_SCHEMA that
-    are known."""
-
-    tensor_id: str
-    run_id: str
-    identity: Identity
-    origin: Origin
-    columns: Mapping[str, Any]
-
-
-_TEXT, _INT, _LONG, _REAL = pa.string(), pa.int32(), pa.int64(), pa.float64()
-_INTEGER_WORDS = {"layer_index": _INT, "iteration": _LONG, "micro_batch": _INT, "rank": _INT, "expert": _INT}
-MOMENTS = ("min", "max", "mean", "std", "rms", "absmax", "absmin", "skewness", "kurtosis")
-COUNTS = ("zeros", "nans", "infs")
-ERROR_COLUMNS = (  # the fields of quant.metrics.Errors
-    "sqnr_db",
-    "mse",
-    "relative_error",
-    "cosine",
-    "projection",
-    "max_abs_error",
-    "flush_to_zero",
-    "underflow_of_all",
-    "saturated",
-    "flushed_error_share",
-    "saturated_error_share",
-)
-
-# Columns of a Shard and of an Origin: name, type, field.
-_SHARD = (
-    ("tp_rank", _INT, "index"),
-    ("tp_size", _INT, "count"),
-    ("dp_rank", _INT, "replica"),
-    ("shard", _TEXT, "kind"),
-    ("shard_axis", _INT, "axis"),
-    ("shard_stride", _INT, "stride"),
-)
-_ORIGIN = (
-    ("source_version", _TEXT, "version"),
-    ("original_quant_type", _TEXT, "quant_type"),
-    ("stage", _TEXT, "stage"),
-    ("corrections", _TEXT, "correction_lines"),
-    ("file_key", _TEXT, "key"),
-    ("module_path", _TEXT, "module_path"),
-    ("execution_order", _LONG, "order"),
-    ("file_size", _LONG, "file_size"),
-    ("file_time_ns", _LONG, "file_time_ns"),
-)
-_ROUNDED_WITH = (("tensor_scale", _REAL), ("noise_seed", _LONG), ("sign_seed", _LONG))  # fields of RoundedWith
-_SCORE = (  # fields of a Score
-    ("gemm", _TEXT),
-    ("used", pa.bool_()),
-    ("second_sqnr_db", _REAL),
-)
-
-TENSOR_SCHEMA = pa.schema(
-    [("tensor_id", _TEXT), ("run_id", _TEXT)]
-    + [(f.name, _INTEGER_WORDS.get(f.name, _TEXT)) for f in fields(Identity)]
-    + [
-        ("captured", pa.timestamp("us")),
-        ("shape", pa.list_(_LONG)),
-        ("dtype", _TEXT),
-        ("numel", _LONG),
-        ("nbytes", _LONG),
-        ("path", _TEXT),
-        ("sha256", _TEXT),
-        ("contracted_axis", _INT),
-    ]
-    + [(name, _REAL) for name in MOMENTS]
-    + [(name, _LONG) for name in COUNTS]
-    + [column[:2] for column in _SHARD]
-    + [("recomputed", pa.bool_()), ("tokens_left_out", _INT), ("pairs_left_out", _LONG)]
-    + [column[:2] for column in _ORIGIN]
-    + [("gemm", _TEXT), ("result_sqnr_db", _REAL), ("format", _TEXT), *_ROUNDED_WITH]
-    + [(name, _REAL) for name in ERROR_COLUMNS]
-)
-SKETCH_SCHEMA = pa.schema([("tensor_id", _TEXT), ("bin", pa.int16()), ("count", _LONG)])
-SCORE_SCHEMA = pa.schema(
-    [("tensor_id", _TEXT), ("format", _TEXT), *_SCORE, *_ROUNDED_WITH, *((name, _REAL) for name in ERROR_COLUMNS)]
-)
-BLOCK_SCHEMA = pa.schema(
-    [("tensor_id", _TEXT), ("format", _TEXT), ("measure", _TEXT), ("bin", pa.int16()), ("count", _LONG)]
-)
-SAMPLE_COLUMNS = {"sampled": "values", "sampled_rounded": "rounded", "at_bin_edge": "at_bin_edge"}  # of a Sample
-TRACE_SCHEMA = pa.schema(
-    [
-        ("tensor_id", _TEXT),
-        ("hot_channels", pa.list_(_INT)),
-        ("hot_ratio", _REAL),
-        ("sampled", pa.list_(pa.float32())),
-        ("sampled_rounded", pa.list_(pa.float32())),
-        ("at_bin_edge", _REAL),
-    ]
-)
-# The files of a segment, and the tables of the index.
-TABLES = {"tensor": TENSOR_SCHEMA, "sketch": SKETCH_SCHEMA, "score": SCORE_SCHEMA, "block": BLOCK_SCHEMA}
-TABLES |= {"trace": TRACE_SCHEMA}
+_ID = TableColumn("tensor_id", ColumnType.TEXT)
+_COLUMNS = {
+    "tensor": columns_of(TensorRow),
+    "sketch": (_ID, *SKETCH_COLUMNS),
+    "score": (_ID, *columns_of(Score)),
+    "block": (_ID, *BLOCK_COLUMNS),
+    "trace": (_ID, *columns_of(Trace)),
+}
+TABLES = {name: _schema(columns) for name, columns in _COLUMNS.items()}
+"""The files of a segment, and tables of the index."""
+TENSOR_SCHEMA = TABLES["tensor"]
+OPTIONAL = {each.name for columns in _COLUMNS.values() for each in columns if each.optional}
+"""Columns that segments of earlier versions do not have: they are null there."""
+FORMER = {name: pa.list_(pa.float64()) for name in ("loss_first_by_sequence", "loss_second_by_sequence")}
+"""Columns of scores that segments of earlier versions have, and that nothing reads."""
 # Rows of a row group: a sketch that is read alone costs one or two groups, see data/sketches.py.
 GROUP_ROWS = {name: 1 << 14 if name == "sketch" else 1 << 20 for name in TABLES}
 MANIFEST = "manifest.json"
@@ -411,7 +192,7 @@ def parquet_options(schema: pa.Schema) -> dict[str, Any]:
     """How a segment's tables are written, as keywords of pyarrow: measured numbers rarely repeat, so they take less
     space and time with byte-stream split than in a dictionary. The checksums of pages are compared at each read."""
     encodings = {"bin": "DELTA_BINARY_PACKED", "count": "BYTE_STREAM_SPLIT"}
-    encodings |= {column.name: "BYTE_STREAM_SPLIT" for column in schema if column.type == _REAL}
+    encodings |= {column.name: "BYTE_STREAM_SPLIT" for column in schema if column.type == pa.float64()}
     return {
         "compression": "lz4",
         "column_encoding": {name: encoding for name, encoding in encodings.items() if name in schema.names},
@@ -432,12 +213,6 @@ def table_files(directory: Path) -> dict[str, Path]:
     return {name: directory / f"{name}.parquet" for name in TABLES}
 
 
-# Columns that segments of earlier versions do not have: they are null there.
-ADDED = {"second_sqnr_db", "pairs_left_out"}
-# Columns of scores that segments of earlier versions have, and that nothing reads.
-FORMER = {name: pa.list_(_REAL) for name in ("loss_first_by_sequence", "loss_second_by_sequence")}
-
-
 def read_tables(
     segment: Path, written: Manifest | None = None, names: Collection[str] = tuple(TABLES)
 ) -> dict[str, pa.Table]:
@@ -445,7 +220,7 @@ def read_tables(
     there. Files are checked against the manifest, if one is given. Raises OSError, and pa.ArrowException or ValueError
     for a damaged segment."""
     tables: dict[str, pa.Table] = {}
-    known = pa.array([], _TEXT)
+    known = pa.array([], pa.string())
     for name in written.files if written else ():
         if not (segment / name).is_file():
             raise SegmentError(f"{name} is missing")
@@ -466,16 +241,16 @@ def read_tables(
             raise ValueError(f"{file.name} has no column 'tensor_id'") from None
         schema = TABLES[name]
         missing = set(schema.names) - set(table.column_names)
-        for column in missing & ADDED:
+        for column in missing & OPTIONAL:
             table = table.append_column(column, pa.nulls(len(table), schema.field(column).type))
-        if missing := missing - ADDED:
+        if missing := missing - OPTIONAL:
             raise ValueError(f"{file.name} has no column {min(missing)!r}")
         if name != "tensor":
-            ids = table["tensor_id"].cast(pa.dictionary(_INT, _TEXT)).unify_dictionaries().combine_chunks()
+            ids = table["tensor_id"].cast(pa.dictionary(pa.int32(), pa.string())).unify_dictionaries().combine_chunks()
             rows = pc.index_in(ids.dictionary, known).take(ids.indices)
             if rows.null_count:
                 raise ValueError(f"{file.name} has rows of tensors that are not in tensor.parquet")
-            schema = pa.schema([("row", _INT), *list(schema)[1:]])
+            schema = pa.schema([("row", pa.int32()), *list(schema)[1:]])
             table = table.set_column(table.column_names.index("tensor_id"), "row", rows)
         tables[name] = table.select(schema.names).cast(schema)
         if name == "tensor":
@@ -484,34 +259,8 @@ def read_tables(
 
 
 def tensor_record(row: TensorRow | LoggedRow) -> dict[str, Any]:
-    """The columns of TENSOR_SCHEMA; one that is absent is null."""
-    origin = {column: getattr(row.origin, name, None) for column, _, name in _ORIGIN}
-    if isinstance(row, LoggedRow):
-        return {"tensor_id": row.tensor_id, "run_id": row.run_id, **vars(row.identity), **origin, **row.columns}
-    record = {
-        "tensor_id": row.tensor_id,
-        "run_id": row.run_id,
-        **vars(row.identity),
-        "captured": row.captured,
-        "shape": list(row.shape),
-        "dtype": row.dtype,
-        "numel": row.summary.numel,
-        "nbytes": row.nbytes,
-        "path": row.path,
-        "sha256": row.sha256,
-        "contracted_axis": row.contracted_axis,
-        **{column: getattr(row.shard, name, None) for column, _, name in _SHARD},
-        "recomputed": row.recomputed,
-        "tokens_left_out": row.tokens_left_out,
-        "pairs_left_out": row.pairs_left_out,
-        **origin,
-        "gemm": row.gemm,
-        "result_sqnr_db": row.result_sqnr_db,
-        "format": row.format,
-        **vars(row.rounded_with),
-        **(vars(row.error) if row.error else dict.fromkeys(ERROR_COLUMNS)),
-    }
-    return record | {name: getattr(row.summary, name) for name in (*MOMENTS, *COUNTS)}
+    """The columns of TENSOR_SCHEMA that the row has."""
+    return {**values_of(row), **row.columns} if isinstance(row, LoggedRow) else values_of(row)
 
 
 def file_when_imported(row: Mapping[str, Any]) -> FileState | None:
@@ -533,7 +282,7 @@ def write_segment(
     """Write rows as the segment directory/name; see `write_tables`."""
     measured = [row for row in rows if isinstance(row, TensorRow)]
     together = sorted(measured, key=_place)
-    sketch = SKETCH_SCHEMA.empty_table()
+    sketch = TABLES["sketch"].empty_table()
     if together:
         sketch = pa.table(
             {
@@ -543,39 +292,28 @@ def write_segment(
                 "bin": np.concatenate([row.summary.bins for row in together]),
                 "count": np.concatenate([row.summary.counts for row in together]),
             },
-            schema=SKETCH_SCHEMA,
+            schema=TABLES["sketch"],
         )
-    scores = [
-        {"tensor_id": row.tensor_id, **{name: getattr(score, name) for name in ("format", *dict(_SCORE))}}
-        | vars(score.rounded_with)
-        | vars(score.error)
-        for row in measured
-        for score in row.scores
-    ]
+    scores = [{"tensor_id": row.tensor_id, **values_of(score)} for row in measured for score in row.scores]
     histograms = [
         (row.tensor_id, score.format, measure, bins, counts)
         for row in measured
         for score in row.scores
         for measure, (bins, counts) in score.blocks.items()
     ]
-    block = BLOCK_SCHEMA.empty_table()
+    block = TABLES["block"].empty_table()
     if histograms:
         *words, bins, counts = zip(*histograms, strict=True)
         columns = [np.repeat(texts, [len(one) for one in bins]) for texts in words]
         columns += [np.concatenate(arrays) for arrays in (bins, counts)]
-        block = pa.table(dict(zip(BLOCK_SCHEMA.names, columns, strict=True)), schema=BLOCK_SCHEMA)
-    traces = [
-        {"tensor_id": row.tensor_id, "hot_channels": row.trace.hot_channels, "hot_ratio": row.trace.hot_ratio}
-        | {column: getattr(row.trace.sample, name, None) for column, name in SAMPLE_COLUMNS.items()}
-        for row in measured
-        if row.trace
-    ]
+        block = pa.table(dict(zip(TABLES["block"].names, columns, strict=True)), schema=TABLES["block"])
+    traces = [{"tensor_id": row.tensor_id, **values_of(row.trace)} for row in measured if row.trace]
     tables = {
         "tensor": pa.Table.from_pylist([tensor_record(row) for row in rows], schema=TENSOR_SCHEMA),
         "sketch": sketch,
-        "score": pa.Table.from_pylist(scores, schema=SCORE_SCHEMA),
+        "score": pa.Table.from_pylist(scores, schema=TABLES["score"]),
         "block": block,
-        "trace": pa.Table.from_pylist(traces, schema=TRACE_SCHEMA),
+        "trace": pa.Table.from_pylist(traces, schema=TABLES["trace"]),
     }
     write_tables(directory / name, tables, files)
 
@@ -592,7 +330,7 @@ def drop_rows(directory: Path, name: str, tensor_ids: set[str], files: bytes) ->
 
     After a crash between the two renames neither version exists, so rows and their files are lost together. If it
     raises OSError, or SegmentError for a segment that is damaged, the old version stays."""
-    dropped = pa.array(sorted(tensor_ids), _TEXT)
+    dropped = pa.array(sorted(tensor_ids), pa.string())
     _rewrite(directory / name, lambda _, table: table.filter(pc.invert(pc.is_in(table["tensor_id"], dropped))), files)
 
 
@@ -604,7 +342,7 @@ def rename_modules(segment: Path, modules: Mapping[str, str], files: bytes) -> N
         if stem != "tensor":
             return table
         names = zip(table["tensor_id"].to_pylist(), table["module"].to_pylist(), strict=True)
-        column = pa.array([modules.get(tensor_id, name) for tensor_id, name in names], _TEXT)
+        column = pa.array([modules.get(tensor_id, name) for tensor_id, name in names], pa.string())
         return table.set_column(table.schema.get_field_index("module"), table.schema.field("module"), column)
 
     _rewrite(segment, renamed, files)

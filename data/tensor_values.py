@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from binade.data.columns import Identity
 from binade.data.intake import same
 from binade.data.open_index import HIDDEN, IN_LIST, CatalogError, OpenIndex
 from binade.data.runs import IMPORT
-from binade.data.segment import Identity
 from binade.data.store import changed_ns
 from binade.data.whole_tensors import joined
 

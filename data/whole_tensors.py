@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from binade.data.columns import COUNTS, MOMENTS
 from binade.data.runs import IMPORT, RunInfo
-from binade.data.segment import COUNTS, MOMENTS
 from binade.data.store import TensorFileError
 
 if TYPE_CHECKING:

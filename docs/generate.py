@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from inspect import cleandoc
-from pathlib import Path
 
 import click
 
@@ -17,7 +16,7 @@ from binade.collector.cli.options import training_params
 from binade.collector.imports.readers.registry import READERS
 from binade.collector.recipes.files import PUBLISHED
 from binade.collector.recipes.parse import parse_recipe
-from binade.data import catalog
+from binade.data.index_tables import INDEX_TABLES
 from binade.data.tensor_kinds import TENSOR_KINDS
 from binade.data.text import markdown_table
 from binade.quant.formats import FORMATS
@@ -126,22 +125,11 @@ def recipes() -> list[str]:
 
 
 def tables() -> list[str]:
-    """The tables of the index that the SQL page and `binade export --to tables` show, from data/schema.sql."""
+    """The tables of the index that the SQL page and `binade export --to tables` show."""
     found = []
-    schema = (Path(catalog.__file__).parent / "schema.sql").read_text(encoding="utf-8")
-    for about, name, body in re.findall(r"((?:^--.*\n)*)^CREATE TABLE (\w+) \(\n((?:^ .*\n)*)^\);", schema, re.M):
-        if name not in catalog.PUBLIC_TABLES:
-            continue
-        columns = re.findall(r"^    (\w+) +([A-Z]\w*(?:\[\])?)[^\n]*?(?:-- (.*))?$", body, re.M)
-        rows = [
-            (f"`{column}`", kind, meaning) for column, kind, meaning in columns if column not in ("CHECK", "PRIMARY")
-        ]
-        sentences = "" if name == "run" else " ".join(line.removeprefix("--").strip() for line in about.splitlines())
-        found += [
-            f"### {name}",
-            *([sentences] if sentences else []),
-            markdown_table(("Column", "Type", "Meaning"), rows),
-        ]
+    for table in INDEX_TABLES.values():
+        rows = [(f"`{column.name}`", column.type, column.meaning.replace("|", "\\|")) for column in table.columns]
+        found += [f"### {table.name}", table.about, markdown_table(("Column", "Type", "Meaning"), rows)]
     return found
 
 

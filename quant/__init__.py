@@ -18,21 +18,23 @@ if TYPE_CHECKING:
     from binade.quant.blocks import Blocks, look
     from binade.quant.code_usage import Usage, usage
     from binade.quant.formats import FORMATS, Format, UnknownFormatError
-    from binade.quant.metrics import METRICS, Errors, compare, score, sqnr_db
+    from binade.quant.measurements import Errors, Summary
+    from binade.quant.metrics import METRICS, compare, score, sqnr_db
     from binade.quant.quantizer import Quantized, fake_quantize, quantize
     from binade.quant.rotation import hadamard_rotate
     from binade.quant.sketch import Sketch
-    from binade.quant.summary import Summary, summarize
+    from binade.quant.summary import summarize
 
 _MODULES = {
     "accumulation": ("ACCUMULATORS", "Accumulator"),
     "blocks": ("Blocks", "look"),
     "formats": ("FORMATS", "Format", "UnknownFormatError"),
-    "metrics": ("METRICS", "Errors", "compare", "score", "sqnr_db"),
+    "measurements": ("Errors", "Summary"),
+    "metrics": ("METRICS", "compare", "score", "sqnr_db"),
     "quantizer": ("Quantized", "fake_quantize", "quantize"),
     "rotation": ("hadamard_rotate",),
     "sketch": ("Sketch",),
-    "summary": ("Summary", "summarize"),
+    "summary": ("summarize",),
     "code_usage": ("Usage", "usage"),
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from binade.quant.definitions import METRICS as METRICS
 from binade.quant.elements import RoundingMode
 from binade.quant.formats import Format
 from binade.quant.later import Later, LaterPart
+from binade.quant.measurements import Errors as Errors
 from binade.quant.memory import ordinary
 from binade.quant.quantizer import DTYPES, apply, check_tensor, outer_absmax
 from binade.quant.reference import from_blocks, per_group, to_blocks
@@ -32,32 +33,6 @@ from binade.quant.summary import summarize
 from binade.quant.transform import mean_energy, transform, transform_back, untransformed
 
 DISTANCES = {"ks": sketch.ks, "wasserstein": sketch.wasserstein, "js": sketch.js}
-
-
-@dataclass(frozen=True)
-class Errors:
-    """Error of q against x, over the finite elements of x. Sums in float64.
-
-    sqnr_db is +inf if q equals x everywhere, -inf if a finite x became infinite, and NaN if x is all zero (as are
-    relative_error, cosine and projection); flush_to_zero is NaN where x has no nonzero element. saturated and
-    saturated_error_share are NaN without a format.
-
-    flushed_error_share and saturated_error_share are shares of Σ(q-x)², NaN where that is 0. The rest, up to 1, is
-    rounding within the format's grid. A value that is beyond the largest and becomes 0, because its scale does, is
-    flushed.
-    """
-
-    sqnr_db: float
-    mse: float
-    relative_error: float
-    cosine: float
-    projection: float
-    max_abs_error: float
-    flush_to_zero: float
-    underflow_of_all: float
-    saturated: float
-    flushed_error_share: float
-    saturated_error_share: float
 
 
 def sqnr_db(signal: float, noise: float) -> float:

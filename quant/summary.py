@@ -8,7 +8,7 @@ sketch. `backends.triton_summary` reads CUDA tensors.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -18,54 +18,11 @@ from binade.quant.backends import Backend, moments, resolve_backend
 from binade.quant.backends.counts import Counted, counted
 from binade.quant.backends.moments import Pass
 from binade.quant.later import Later
+from binade.quant.measurements import Summary
 from binade.quant.memory import ordinary
-from binade.quant.sketch import BINS, INFINITY_BIN, SIGN_BIN, Sketch, bin_edges
-
-__all__ = ["BINS", "INFINITY_BIN", "SIGN_BIN", "Sketch", "Summary", "bin_edges", "summarize"]
+from binade.quant.sketch import BINS, INFINITY_BIN, SIGN_BIN
 
 CHUNK = 1 << 18
-
-
-@dataclass(frozen=True)
-class Summary:
-    """The statistics of a tensor.
-
-    Moments are over the finite elements, summed in float64; std is the population's. absmin is the smallest nonzero
-    magnitude. kurtosis is E(x-mean)^4 / std^4 (3 for a normal), not the excess. A value is NaN where it is undefined
-    (no finite element, no spread). `bins` and `counts` are the sketch's nonempty bins, finite
-    elements only.
-    """
-
-    numel: int
-    min: float
-    max: float
-    mean: float
-    std: float
-    rms: float
-    absmax: float
-    absmin: float
-    skewness: float
-    kurtosis: float
-    zeros: int
-    nans: int
-    infs: int
-    bins: np.ndarray
-    counts: np.ndarray
-
-    @property
-    def sketch(self) -> Sketch:
-        """The binade sketch, for quantiles, Q-Q points and distances: see `quant.sketch`."""
-        return Sketch(self.bins, self.counts)
-
-    @property
-    def crest_factor(self) -> float:
-        """absmax / rms."""
-        return self.absmax / self.rms if self.rms else math.nan
-
-    @property
-    def dynamic_range(self) -> float:
-        """log2(absmax / absmin), in binades."""
-        return math.log2(self.absmax / self.absmin) if self.absmax > 0 else math.nan
 
 
 def summarize(x: Tensor, backend: str = "auto") -> Summary:

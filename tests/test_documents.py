@@ -15,7 +15,7 @@ import yaml
 
 from binade.cli import build
 from binade.collector.cli.options import parse
-from binade.data.catalog import PUBLIC_TABLES
+from binade.data.index_tables import INDEX_TABLES
 from tests.conftest import PROJECT
 
 PAGES = [PROJECT / "README.md", PROJECT / "CONTRIBUTING.md", *sorted((PROJECT / "docs").glob("*.md"))]
@@ -101,8 +101,9 @@ def test_the_index_schema_is_documented():
     """Every column that DuckDB makes of the schema."""
     reference = (PROJECT / "docs" / "reference.md").read_text()
     opened = duckdb.connect()
-    opened.execute((PROJECT / "data" / "schema.sql").read_text())
-    for table in PUBLIC_TABLES:
+    for table in INDEX_TABLES.values():
+        opened.execute(table.sql)
+    for table in INDEX_TABLES:
         section = reference.partition(f"### {table}\n")[2].partition("\n#")[0]
         columns = [row[0] for row in opened.execute(f"DESCRIBE {table}").fetchall()]
         assert re.findall(r"^\| `(\w+)` \|", section, re.M) == columns

@@ -237,7 +237,6 @@ LONG_FILES = {
     "quant/scaling.py": "one class for each scale scheme",
     "data/intake.py": "one transaction, and all that may be wrong with a run that is read",
     "data/runs.py": "a run's directory: its files, their checks and their writer",
-    "data/segment.py": "the columns of a row, written and read",
     "collector/capture/adapters/attention.py": "attention as torch and models write it: one function for each way",
     "collector/capture/recorder.py": "the public face: half of it is docstrings",
 }

@@ -11,9 +11,9 @@ import pandas as pd
 import streamlit as st
 
 from binade.app.params import TITLES
+from binade.data.columns import Identity
 from binade.data.filter import INTEGER_FIELDS
 from binade.data.notes import notes
-from binade.data.segment import Identity
 from binade.data.text import one_line
 
 LONGEST = 1000

@@ -21,22 +21,23 @@ import torch
 from torch import Tensor
 
 from binade.collector.capture.clock import Moment
-from binade.collector.capture.rows import DraftRow, Drafts
+from binade.collector.capture.rows import Draft, Drafts, completed
 from binade.collector.capture.tried import Tried, formats_for, try_formats
 from binade.collector.errors import ConfigError
 from binade.collector.models.site import Site
 from binade.collector.ranks import Ranks
 from binade.collector.recipes.recipe import BF16
-from binade.data.segment import Identity, Shard, Trace
+from binade.data.columns import Identity, RoundedWith, Shard, TensorRow, Trace
 from binade.data.tensor_kinds import LATER, MAPS, Gemm, Measure, Operation, Phase
 from binade.data.text import plain_name
 from binade.quant.backends.counts import Counted, counted
 from binade.quant.blocks import look
 from binade.quant.gemm import Observed, Rounding, linear
 from binade.quant.later import Later, LaterPart
+from binade.quant.measurements import Summary
 from binade.quant.quantizer import DTYPES
 from binade.quant.specs import GemmFormats, Spec
-from binade.quant.summary import Summary, summarize_later
+from binade.quant.summary import summarize_later
 from binade.quant.traces import hot_channels_later, sample_later
 
 WORDS = ("model", "size", "dataset", "recipe")  # keys of a configuration that each row has
@@ -121,7 +122,7 @@ class Measurer:
         merged: bool = True,
         rows: Tensor | None = None,
         tokens_left_out: int | None = None,
-    ) -> DraftRow:
+    ) -> Draft:
         """Measure and copy a tensor; on a GPU, asynchronously. Returns its row, to whose scores those of later GEMMs
         may be added until the step ends. In a watched step, whatever needs no values is left to the writer's thread:
         here, between the GEMMs of a step, Python takes several times as long.
@@ -146,40 +147,52 @@ class Measurer:
         tried = try_formats(seen, scores, gemm, blocks, codes, rows=rows)
         last_bin = _last_bin_later(x, scores) if x.dim() == 1 and identity().tensor_name == "norm_gain" else None
         captured = datetime.now(UTC)
-        if shard.count > 1 and self.ranks.tensor.size == 1:  # a DTensor's mesh knows ranks that Ranks does not
-            self.replica, self.part = shard.replica, (shard.index, shard.count)
-        if shard.kind == "whole":  # the ranks of a replica have it in common
-            shard = replace(shard, index=self.part[0], count=self.part[1])
+        shard = self._placed(shard)
         merged = merged and self.run.is_merged(moment)
         self.count = number = next(self.numbers)  # backward passes of several devices have a thread each
         fmt = next((trial.format for trial in tried if trial.used), None)
         path = None
         if whole and self.keeps and not merged:
             path = self._save(self.run, number, x.reshape(shape), identity(), summary, fmt, captured)
-        draft = DraftRow(
-            during=(site, moment),
-            tensor_id=f"r{self.ranks.rank:02d}-{number:06d}",
-            identity=identity,
-            captured=captured,
-            format=fmt,
-            shape=shape,
-            dtype=dtype_name(dtype),
-            nbytes=nbytes,
-            path=path,
-            contracted_axis=contracted_axis,
-            gemm=gemm,
-            summary=summary,
-            tried=tried,
-            result_sqnr=result_sqnr,
-            shard=lambda: shard if shard.replica == self.replica else replace(shard, replica=self.replica),
-            trace=trace,
-            last_bin=last_bin,
-            tokens_left_out=tokens_left_out,
-            pairs_left_out=pairs_left_out,
-            merged=merged,
-        )
-        self.drafts.drafts.append(draft)
-        return draft
+        run_id, measured = self.run.run_id, (result_sqnr, trace, last_bin, pairs_left_out)
+
+        def row(recomputed: bool) -> TensorRow:
+            statistics, pairs = summary(), pairs_left_out() if pairs_left_out else None
+            scores = [completed(trial.score(), statistics, tokens_left_out, pairs) for trial in tried]
+            used = next((score for score in scores if score.used and score.gemm == gemm), None)
+            return TensorRow(
+                tensor_id=f"r{self.ranks.rank:02d}-{number:06d}",
+                run_id=run_id,
+                identity=identity(),
+                captured=captured.replace(tzinfo=None),
+                shape=shape,
+                dtype=dtype_name(dtype),
+                nbytes=nbytes,
+                path=str(path) if path else None,
+                contracted_axis=contracted_axis,
+                summary=statistics,
+                shard=replace(shard, replica=self.replica),  # which the first DTensor of a step may have corrected
+                recomputed=recomputed,
+                tokens_left_out=tokens_left_out,
+                pairs_left_out=pairs,
+                gemm=gemm,
+                result_sqnr_db=result_sqnr() if result_sqnr else None,
+                format=fmt,
+                rounded_with=used.rounded_with if used else RoundedWith(),
+                error=used.error if used else None,
+                scores=scores,
+                trace=trace() if trace else None,
+                last_bin=last_bin() if last_bin else {},
+            )
+
+        results = [result for result in measured if result]
+        return self.drafts.add(Draft((site, moment), path, merged, summary, tried, results, row))
+
+    def _placed(self, shard: Shard) -> Shard:
+        """The shard with this rank's place among those that have a whole tensor in common."""
+        if shard.count > 1 and self.ranks.tensor.size == 1:  # a DTensor's mesh knows ranks that Ranks does not
+            self.replica, self.part = shard.replica, (shard.index, shard.count)
+        return replace(shard, index=self.part[0], count=self.part[1]) if shard.kind == "whole" else shard
 
     def _save(
         self,
@@ -295,8 +308,12 @@ def _trace_later(seen: Observed, shown: Tensor, name: str | None) -> Later[Trace
     hot, sample = hot_channels_later(shown), None
     if name == "weight" and seen.spec and seen.coded is not None and seen.quantized is not None:
         sample = sample_later(seen.coded, seen.quantized, seen.spec, seen.scales, seen.dim, seen.absmax)
+    if sample is None:
+        return hot.map(lambda channels: Trace(*channels))
     return Later(
-        lambda channels, drawn=None: Trace(channels[0], channels[1], drawn), hot, *((sample,) if sample else ())
+        lambda channels, drawn: Trace(channels[0], channels[1], drawn.values, drawn.rounded, drawn.at_bin_edge),
+        hot,
+        sample,
     )
 
 

@@ -36,7 +36,7 @@ from binade.collector.capture.adapters.products import transformed
 from binade.collector.capture.clock import IN_FLIGHT, Moment, backward_pass, checkpoint_frame, repeated_frame, seed_of
 from binade.collector.capture.measure import Measurer, hidden_in, summarized
 from binade.collector.capture.policy import Policy
-from binade.collector.capture.rows import DraftRow
+from binade.collector.capture.rows import Draft
 from binade.collector.capture.tried import Tried, formats_for, try_formats
 from binade.collector.capture.valid import Valid
 from binade.collector.models.parallel import Call
@@ -46,11 +46,11 @@ from binade.data.tensor_kinds import LATER, OPERANDS, Gemm, Measure, Product, Te
 from binade.quant.delayed import ScaleHistory
 from binade.quant.gemm import Observed, Rounding, Tap
 from binade.quant.later import Later
+from binade.quant.measurements import Summary
 from binade.quant.memory import is_ordinary, ordinary, without_modes
 from binade.quant.metrics import sqnr_later
 from binade.quant.quantizer import DTYPES
 from binade.quant.specs import GemmFormats
-from binade.quant.summary import Summary
 
 OPERAND_NAMES = frozenset(chain(LATER, *OPERANDS.values()))
 FORWARD = frozenset(("a", "b", "y", "scores"))  # what a product shows in its forward pass
@@ -290,7 +290,7 @@ class Observer:
         """The part of the recipe that rounds what was seen."""
         return Part() if seen.by_model else self.part
 
-    def _record(self, seen: Observed, kind: TensorKind) -> DraftRow:
+    def _record(self, seen: Observed, kind: TensorKind) -> Draft:
         measurer, site = self.observing.measurer, self.layer.site
         if seen.tensor.dtype not in DTYPES:
             raise wrong_dtype(self.layer, seen.tensor.dtype)

@@ -39,9 +39,9 @@ from binade.collector.probes.probe import Finding, Probes
 from binade.collector.probes.registry import of_a_run
 from binade.collector.ranks import current_ranks
 from binade.collector.settings import DEFAULT_SCORES
+from binade.data.columns import Shard
 from binade.data.held_out import append_held_out
 from binade.data.runs import RunWriter, resolve_root
-from binade.data.segment import Shard
 from binade.data.tensor_kinds import (
     DEFAULT_MEASURES,
     TENSOR_KINDS,

@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 
 from binade.collector.ranks import RankGroup, Ranks
-from binade.data.segment import RoundedWith, Score, Shard, TensorRow
+from binade.data.columns import RoundedWith, Score, Shard, TensorRow
 from binade.data.tensor_kinds import Operation
 from binade.data.text import describe
 from binade.quant.block_histograms import Histogram
-from binade.quant.metrics import Errors, sqnr_db
+from binade.quant.measurements import Errors, Summary
+from binade.quant.metrics import sqnr_db
 from binade.quant.sketch import BINS
-from binade.quant.summary import Summary
 
 TIMEOUT = timedelta(minutes=10)  # for a rank to answer, which may be evaluating or writing a checkpoint
 # A replica stands out if the absmax of a tensor is this many times the median over replicas, if its SQNR is this many
@@ -211,7 +211,7 @@ def _score(score: Score, parts: Sequence[TensorRow], replicas: Sequence[Sequence
     same = all(part_score.rounded_with == score.rounded_with for part_score in scores.values() if part_score)
     rounded_with = score.rounded_with if same else RoundedWith()
     again = score.second_sqnr_db if len(parts) == 1 else None
-    return Score(score.format, error, score.gemm, score.used, blocks, rounded_with, again)
+    return replace(score, second_sqnr_db=again, rounded_with=rounded_with, error=error, blocks=blocks)
 
 
 def _added(given: Sequence[Mapping[str, Histogram]]) -> dict[str, Histogram]:

@@ -17,7 +17,7 @@ from binade.collector.capture.monitor import Monitor
 from binade.collector.capture.options import Merge, Watch
 from binade.collector.capture.policy import Policy
 from binade.collector.capture.reduction import Reduction
-from binade.collector.capture.rows import DraftRow, Drafts
+from binade.collector.capture.rows import Draft, Drafts
 from binade.collector.capture.writing import Description, Writing, signals_later
 from binade.collector.probes.probe import Probes
 from binade.collector.ranks import PeerLostError, Ranks
@@ -151,19 +151,19 @@ class RecordingSession:
         if not watched and not (self.merges and (clock.positioned or not self.policy.is_over)):
             return
         drafts = self.drafts.take(merged=True)
-        self.writing.publish_reduced(clock.iteration, self.drafts.freeze(drafts, self.run_id, self._in_ring))
+        self.writing.publish_reduced(clock.iteration, self.drafts.freeze(drafts, self._in_ring))
 
     def publish_step(self) -> None:
         """Queue what was recorded of the optimizer's step, unless the end of the iteration does it."""
         if self.policy.clock.positioned:
             self.publish(self.drafts.take(merged=False))  # the others are published by the next `at` of all ranks
 
-    def publish(self, drafts: list[DraftRow] | None = None) -> None:
+    def publish(self, drafts: list[Draft] | None = None) -> None:
         """Queue drafts, by default all, as a segment, and the run's progress. Raises the error of an earlier write."""
         if drafts is None:
             drafts = [*self.drafts.drafts]
             self.drafts.drafts.clear()
-        rows = self.drafts.freeze(drafts, self.run_id, self._in_ring)
+        rows = self.drafts.freeze(drafts, self._in_ring)
         self.drafts.forget(self.policy.clock.iteration)
         self._published_at = time.monotonic()
         done = {} if self._done is None else {"iteration": self._done}

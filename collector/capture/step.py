@@ -28,7 +28,7 @@ from binade.collector.models.norm import RecordingPoint
 from binade.collector.models.parallel import linear_shard
 from binade.collector.models.site import HEAD, Site
 from binade.collector.probes.probe import Recording
-from binade.data.segment import Shard
+from binade.data.columns import Shard
 from binade.data.tensor_kinds import TENSOR_KINDS, Other, TensorKind
 
 NORM = re.compile(r"(Layer|RMS)Norm(1P)?$")  # ends the names of their classes

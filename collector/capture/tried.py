@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from binade.data.segment import RoundedWith, Score
+from binade.data.columns import RoundedWith, Score
 from binade.data.tensor_kinds import Gemm, has_tokens
 from binade.quant.backends.counts import Counted
 from binade.quant.block_histograms import Histogram
 from binade.quant.gemm import Observed
 from binade.quant.later import Later, LaterPart
+from binade.quant.measurements import Errors
 from binade.quant.metrics import (
-    Errors,
     errors_from_later,
     errors_later,
     of_original,
@@ -51,10 +51,15 @@ class Tried:
         return [result for result in results if result]
 
     def score(self) -> Score:
-        blocks = self.blocks() if self.blocks else {}
-        again = self.second_sqnr() if self.second_sqnr else None
-        error, how = self.errors(), self.rounded_with()
-        return Score(self.format, error, self.gemm, self.used, blocks, how, again)
+        return Score(
+            format=self.format,
+            gemm=self.gemm,
+            used=self.used,
+            second_sqnr_db=self.second_sqnr() if self.second_sqnr else None,
+            rounded_with=self.rounded_with(),
+            error=self.errors(),
+            blocks=self.blocks() if self.blocks else {},
+        )
 
 
 @lru_cache(maxsize=256)  # asked for every tensor of a recorded step
@@ -150,7 +155,7 @@ def _from_tensor(seen: Observed, spec: Spec, rows: Tensor | None = None) -> Late
 
 def _rounded_with(seen: Observed, spec: Spec) -> Later[RoundedWith]:
     """What the operand was rounded with. The scale of a spec without a history follows from the statistics of the
-    tensor, which the row has: see `rows.DraftRow`. That of the second of two roundings follows from the first."""
+    tensor, which the row has: see `rows.completed`. That of the second of two roundings follows from the first."""
     seeds = RoundedWith(
         noise_seed=seen.noise_seed if spec.noisy else None,
         sign_seed=seen.sign_seed if spec.signs == "random" else None,

@@ -20,9 +20,9 @@ from binade.collector.imports.files import LEFT_OUT, File, Refusal
 from binade.collector.imports.log import Importer, TensorLog
 from binade.collector.imports.model_paths import Clues, names_parameter
 from binade.collector.imports.registry import interpret, statistics_of
+from binade.data.columns import Identity, LoggedRow, Origin, Score, TensorRow, Trace
 from binade.data.foreign import ForeignTensor, opened
 from binade.data.runs import is_unicode
-from binade.data.segment import Identity, LoggedRow, Origin, Score, TensorRow, Trace
 from binade.data.store import FileState, TensorFileError, sha256
 from binade.data.tensor_files import TooLargeError
 from binade.data.tensor_kinds import MAPS
@@ -137,9 +137,14 @@ def _identity(log: TensorLog) -> Identity:
 
 
 def _origin(log: TensorLog, *notes: str, **of_file: Any) -> Origin:
-    corrections = (*log.corrections, *notes)
     return Origin(
-        log.version, log.original_quant_type, log.stage, corrections, module_path=log.path, order=log.order, **of_file
+        source_version=log.version,
+        original_quant_type=log.original_quant_type,
+        stage=log.stage,
+        corrections="\n".join((*log.corrections, *notes)) or None,
+        module_path=log.path,
+        execution_order=log.order,
+        **of_file,
     )
 
 
@@ -171,9 +176,9 @@ def _row(
         path=job.file.path,
         contracted_axis=axis,
         summary=summarize(x),
-        scores=[Score(name, score(x, name, -1 if axis is None else axis)) for name in scores],
+        scores=[Score(format=name, error=score(x, name, -1 if axis is None else axis)) for name in scores],
         shard=None,
-        origin=_origin(log, *notes, key=foreign.key, file_size=state.size, file_time_ns=state.time_ns),
+        origin=_origin(log, *notes, file_key=foreign.key, file_size=state.size, file_time_ns=state.time_ns),
         sha256=state.sha256,
         trace=None if log.tensor_name in MAPS else Trace(*hot_channels_later(x)()),
     )

@@ -33,6 +33,7 @@ from binade.collector.imports.names import COLUMNS, distinct_modules
 from binade.collector.imports.run import run_of_import
 from binade.collector.imports.workers import Death, scatter
 from binade.collector.training.memory import available_host_memory
+from binade.data.columns import LoggedRow, TensorRow
 from binade.data.json_files import parse_json
 from binade.data.runs import (
     DONE,
@@ -40,15 +41,7 @@ from binade.data.runs import (
     RunError,
     RunWriter,
 )
-from binade.data.segment import (
-    LoggedRow,
-    TensorRow,
-    drop_rows,
-    read_tables,
-    rename_modules,
-    segment_names,
-    write_segment,
-)
+from binade.data.segment import drop_rows, read_tables, rename_modules, segment_names, write_segment
 from binade.data.store import append_to, inside, sha256, write_atomic
 from binade.data.text import describe
 from binade.quant.specs import Spec

@@ -20,12 +20,12 @@ from binade.collector.capture.options import Watch
 from binade.collector.capture.policy import Policy
 from binade.collector.models.site import Site
 from binade.collector.ranks import Ranks
+from binade.data.columns import TensorRow
 from binade.data.events import EventKind
-from binade.data.segment import TensorRow
 from binade.data.tensor_kinds import Product, TensorKind
 from binade.quant.gemm import Observed
 from binade.quant.later import Later
-from binade.quant.summary import Summary
+from binade.quant.measurements import Summary
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from binade.collector.models.site import Site
 from binade.collector.probes.probe import Finding, Observation, Probe, Recording
 from binade.data.tensor_kinds import Product
 from binade.quant.later import Later
-from binade.quant.summary import Summary
+from binade.quant.measurements import Summary
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ from binade.collector.capture.adapters.layer import Layer
 from binade.collector.capture.clock import gradient_of, parameters_of
 from binade.collector.models.site import Site
 from binade.collector.probes.probe import Finding, Observation, Probe, Recording
-from binade.data.segment import TensorRow
+from binade.data.columns import TensorRow
 from binade.data.tensor_kinds import Operation, Product
 from binade.data.text import and_more
 

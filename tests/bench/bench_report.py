@@ -35,8 +35,9 @@ from binade.app.sessions import session, storage
 from binade.app.sessions.pins import refreshed
 from binade.app.sessions.session import Pin, View
 from binade.data.catalog import Catalog
+from binade.data.columns import Identity, Score, TensorRow
 from binade.data.runs import DONE, RunWriter
-from binade.data.segment import Identity, Score, TensorRow, write_segment
+from binade.data.segment import write_segment
 from binade.data.store import save
 from binade.quant.metrics import score
 
@@ -98,7 +99,7 @@ def make_root(root: Path, tensors: int, values: int) -> None:
                     quant.summarize(x),
                     None if recipe == "bf16" else recipe,
                     scores.get(recipe),
-                    [Score(fmt, error) for fmt, error in scores.items()],
+                    [Score(format=fmt, error=error) for fmt, error in scores.items()],
                 )
             )
         write_segment(writer.directory / "segments", writer.next_segment_name(), rows)

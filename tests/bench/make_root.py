@@ -19,18 +19,9 @@ import pyarrow as pa
 import torch
 
 from binade import quant
+from binade.data.columns import COUNTS, ERROR_COLUMNS, MOMENTS
 from binade.data.runs import DONE, RunWriter
-from binade.data.segment import (
-    BLOCK_SCHEMA,
-    COUNTS,
-    ERROR_COLUMNS,
-    MOMENTS,
-    SCORE_SCHEMA,
-    SKETCH_SCHEMA,
-    TENSOR_SCHEMA,
-    TRACE_SCHEMA,
-    write_tables,
-)
+from binade.data.segment import TABLES, write_tables
 from binade.data.tensor_kinds import TENSOR_KINDS
 from binade.quant.metrics import score
 
@@ -180,11 +171,11 @@ def rows(
         **{name: values[operand].ravel() for name, values in errors.items()},
     }
     return {
-        "tensor": table(columns, TENSOR_SCHEMA, len(numbers)),
-        "sketch": table(sketch, SKETCH_SCHEMA, len(at)),
-        "score": table(scores, SCORE_SCHEMA, len(scored)),
-        "block": BLOCK_SCHEMA.empty_table(),
-        "trace": TRACE_SCHEMA.empty_table(),
+        "tensor": table(columns, TABLES["tensor"], len(numbers)),
+        "sketch": table(sketch, TABLES["sketch"], len(at)),
+        "score": table(scores, TABLES["score"], len(scored)),
+        "block": TABLES["block"].empty_table(),
+        "trace": TABLES["trace"].empty_table(),
     }
 
 

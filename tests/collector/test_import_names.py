@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 
 from binade.collector.imports import importer
 from binade.data.catalog import Catalog
+from binade.data.columns import Identity
 from binade.data.runs import list_runs
-from binade.data.segment import Identity
 from tests.collector.logs_made import read_here, tensor
 from tests.collector.statistics_made import ms_tensor
 from tests.data.builder import with_column

@@ -46,7 +46,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from binade.collector.capture.instrument import instrument
 from binade.collector.capture.recorder import Recorder
-from binade.collector.capture.rows import DraftRow
+from binade.collector.capture.rows import Draft
 from binade.collector.capture.step import others
 from binade.collector.capture.survey import find
 from binade.collector.errors import ConfigError
@@ -65,8 +65,8 @@ from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import TEN_RECIPES, Recipe
 from binade.collector.training.loop import _backward
 from binade.data.catalog import Catalog
+from binade.data.columns import Identity
 from binade.data.filter import Filter
-from binade.data.segment import Identity
 from binade.data.tensor_kinds import Other, tensor_names
 from binade.quant.gemm import Observed
 
@@ -474,7 +474,7 @@ def recorded(model: GPTModel, recipe: Recipe | str, root: Path) -> pd.DataFrame:
     tokens, labels = tokens_of(model.shape, length=16)
     rows = []
 
-    def note(seen: Observed, site: Site, identity: Callable[[], Identity], *words: Any, **options: Any) -> DraftRow:
+    def note(seen: Observed, site: Site, identity: Callable[[], Identity], *words: Any, **options: Any) -> Draft:
         shape = tuple(seen.shape or seen.tensor.shape)
         finite = bool(seen.tensor.isfinite().all())
         dtype = str(seen.tensor.dtype).removeprefix("torch.")

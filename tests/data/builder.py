@@ -14,8 +14,9 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
+from binade.data.columns import Identity, Score, TensorRow
 from binade.data.runs import DONE, RunWriter
-from binade.data.segment import MANIFEST, Identity, Score, TensorRow, table_files, write_segment
+from binade.data.segment import MANIFEST, table_files, write_segment
 from binade.data.store import save, sha256
 from binade.quant.metrics import score
 from binade.quant.summary import summarize
@@ -62,7 +63,7 @@ def row(run_id: str, number: int, x: Tensor, path: str | None, **words: Any) -> 
         summary=summarize(x),
         format=fmt,
         error=score(x, fmt) if fmt else None,
-        scores=[Score(name, score(x, name)) for name in ("hifp8", "mxfp4")] if fmt else [],
+        scores=[Score(format=name, error=score(x, name)) for name in ("hifp8", "mxfp4")] if fmt else [],
         recomputed=(True, False, None)[number % 3],
         sha256=digest,
     )

@@ -33,7 +33,7 @@ from binade.data.catalog import Catalog, CatalogError
 from binade.data.events import Event, EventKind, append_event, read_events
 from binade.data.filter import Filter
 from binade.data.runs import RUNNING, RunNotes, change_notes, fingerprint, process_start, read_notes, sound_losses
-from binade.data.segment import ADDED, MANIFEST
+from binade.data.segment import MANIFEST, OPTIONAL
 from tests.data.builder import assorted, make_run, reseal, with_column
 
 pytestmark = pytest.mark.slow
@@ -111,7 +111,7 @@ def test_a_run_of_an_earlier_version_opens_unchanged_and_travels(tmp_path: Path)
     run = make_run(root, assorted(0, format="mxfp8"))
     for file in run.directory.glob("segments/*/score.parquet"):
         table = pq.read_table(file)
-        table = table.drop_columns(sorted(ADDED & {*table.column_names}))
+        table = table.drop_columns(sorted(OPTIONAL & {*table.column_names}))
         pq.write_table(table.append_column("loss_first_by_sequence", pa.array([[0.5]] * len(table))), file)
     reseal(run.directory)
     with Catalog.open(root) as catalog:

@@ -30,10 +30,11 @@ from hypothesis import strategies as st
 from binade.data import intake, segment, sketches
 from binade.data.cache import ResultCache
 from binade.data.catalog import GROUPABLE, Catalog, CatalogError, DamagedIndexError
+from binade.data.columns import ERROR_COLUMNS
 from binade.data.filter import Filter
 from binade.data.open_index import OutdatedError
 from binade.data.runs import RUNNING, RunError, read_run
-from binade.data.segment import ERROR_COLUMNS, SCORE_SCHEMA, SKETCH_SCHEMA, TENSOR_SCHEMA
+from binade.data.segment import TABLES
 from binade.data.store import TensorFileError
 from tests.bench import make_root as bench
 from tests.bench.make_root import make_root
@@ -42,7 +43,7 @@ from tests.data.builder import add_segment, assorted, make_run
 
 pytestmark = pytest.mark.slow
 
-TABLES = {"tensor": TENSOR_SCHEMA, "sketch": SKETCH_SCHEMA, "score": SCORE_SCHEMA}
+STEMS = {name: TABLES[name] for name in ("tensor", "sketch", "score")}
 KEYS = {"tensor": ["tensor_id"], "sketch": ["tensor_id", "bin"], "score": ["tensor_id", "format"]}
 
 
@@ -87,7 +88,7 @@ def in_index(catalog: Catalog, table: str) -> pd.DataFrame:
 
 def agree(catalog: Catalog, root: Path) -> None:
     """The index holds just what is on disk."""
-    for table in TABLES:
+    for table in STEMS:
         found, expected = in_index(catalog, table), on_disk(root, table)
         assert list(found.columns) == list(expected.columns)
         for frame in (found, expected):
@@ -143,7 +144,7 @@ class TestSync:
         shutil.rmtree(root / kept)
         with Catalog.open(root) as catalog:
             assert catalog.totals().tensors == 0
-            assert [len(in_index(catalog, table)) for table in TABLES] == [0, 0, 0]
+            assert [len(in_index(catalog, table)) for table in STEMS] == [0, 0, 0]
 
     def test_a_replaced_segment_is_taken_in_anew(self, root):
         with Catalog.open(root) as catalog:
@@ -177,7 +178,7 @@ class TestSync:
                 assert catalog.load(tensor_id).shape == tuple(shape)
 
     @pytest.mark.sampled(2)
-    @pytest.mark.parametrize("stem", TABLES)
+    @pytest.mark.parametrize("stem", STEMS)
     @pytest.mark.parametrize("damage", ["cut short", "garbage", "missing", "another table"])
     def test_a_damaged_segment_is_named_and_its_run_left_out(self, root, stem, damage):
         segment = sorted(root.glob("*first*/segments/*"))[1]
@@ -669,27 +670,10 @@ class TestIndexFile:
     @staticmethod
     def is_empty(catalog: Catalog) -> None:
         assert catalog.runs().empty and catalog.tensors().empty and catalog.scores().empty
-        assert list(catalog.tensors().columns) == TENSOR_SCHEMA.names
+        assert list(catalog.tensors().columns) == TABLES["tensor"].names
         assert list(catalog.distribution().columns) == ["group", "bin", "count", "low", "high"]
         assert catalog.distribution(by="quant_type").empty and catalog.moments(by="layer_index").empty
         assert catalog.facets() == {} and catalog.totals().tensors == 0 and catalog.totals().elements == 0
-
-    def test_schema_agrees_with_the_parquet(self):
-        types = {
-            "string": "VARCHAR", "int16": "SMALLINT", "int32": "INTEGER", "int64": "BIGINT", "double": "DOUBLE",
-            "bool": "BOOLEAN",
-            "timestamp[us]": "TIMESTAMP", "list<element: int64>": "BIGINT[]", "list<item: int64>": "BIGINT[]",
-            "list<item: double>": "DOUBLE[]",
-        }  # fmt: skip
-        with duckdb.connect() as connection:
-            connection.execute(intake.SCHEMA.read_text())
-            for table, expected in TABLES.items():
-                described = [(name, kind) for name, kind, *_ in connection.execute(f"DESCRIBE {table}").fetchall()]
-                if table == "tensor":
-                    assert described[-2:] == [("sketch_start", "BIGINT"), ("sketch_stop", "BIGINT")]
-                    del described[-2:]
-                fields = expected if table == "tensor" else list(expected)[1:]
-                assert described == [("key", "INTEGER"), *((f.name, types[str(f.type)]) for f in fields)]
 
     @pytest.mark.thorough
     def test_threads_share_a_catalog(self, root):

@@ -21,10 +21,10 @@ import binade
 from binade.collector.cli import export_command
 from binade.data import export
 from binade.data.catalog import Catalog
+from binade.data.columns import Origin
 from binade.data.export import Choice, Histogram, Sink
 from binade.data.filter import Filter
 from binade.data.runs import DONE, read_run
-from binade.data.segment import Origin
 from tests.data.builder import assorted, make_run, row
 
 pytestmark = pytest.mark.slow
@@ -168,7 +168,9 @@ def test_series_of_different_tensors_differ():
     x = torch.ones(4)
     rows = [row("run", number, x, None, **words) for number, words in enumerate(places)]
     logged = [row("log", 0, x, None, quant_type=name) for name in ("mxfp8", "hifp8")]
-    rows += [replace(each, origin=Origin(quant_type="as logged", stage=stage)) for each in logged for stage in "ab"]
+    rows += [
+        replace(each, origin=Origin(original_quant_type="as logged", stage=stage)) for each in logged for stage in "ab"
+    ]
     tags = [point.tag for point in export.points_of_rows(rows, Choice(("absmax",)))]
     assert len(set(tags)) == len(rows)
     assert tags[:5] == [

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from binade.data.fields import ERRORS, FIELDS, IDENTITIES, MEASURES
 from binade.data.filter import FIELDS as FILTERED
-from binade.data.segment import SCORE_SCHEMA, TENSOR_SCHEMA
+from binade.data.segment import TABLES, TENSOR_SCHEMA
 from binade.data.text import number_text
 from binade.quant.definitions import METRICS
 from tests.numbers import read
@@ -28,7 +28,7 @@ def test_the_fields_of_the_filter_are_columns_of_their_type():
 
 
 def test_errors_are_columns_of_the_scores():
-    assert set(ERRORS) <= set(SCORE_SCHEMA.names)
+    assert set(ERRORS) <= set(TABLES["score"].names)
 
 
 def test_every_metric_has_a_field_with_its_definition():

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -34,19 +34,14 @@ from binade.data.runs import (
     settle,
     sound_losses,
 )
-from binade.data.segment import ERROR_COLUMNS, SCORE_SCHEMA, SKETCH_SCHEMA, TENSOR_SCHEMA, segment_names, write_segment
-from binade.quant.metrics import Errors
+from binade.data.segment import TABLES, segment_names, write_segment
 from binade.quant.summary import summarize
 from tests.collector.forked import forked, kill_at
 from tests.data.builder import CONFIG, assorted, make_run, reseal, row, with_column
 
 pytestmark = pytest.mark.slow
 
-STEMS = {"tensor": TENSOR_SCHEMA, "sketch": SKETCH_SCHEMA, "score": SCORE_SCHEMA}
-
-
-def test_error_columns_are_the_fields_of_errors():
-    assert tuple(field.name for field in fields(Errors)) == ERROR_COLUMNS
+STEMS = {name: TABLES[name] for name in ("tensor", "sketch", "score")}
 
 
 def test_a_segment_holds_what_was_given(tmp_path):

@@ -11,7 +11,8 @@ import torch
 
 from binade.quant import fake_quantize
 from binade.quant.backends import cpu, native
-from binade.quant.metrics import Errors, errors_later, score
+from binade.quant.measurements import Errors
+from binade.quant.metrics import errors_later, score
 from binade.quant.quantizer import apply, outer_absmax
 from binade.quant.scaling import has_kernel
 from binade.quant.specs import Spec

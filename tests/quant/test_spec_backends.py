@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_leaves
 from binade.quant import backends, memory
 from binade.quant.backends import cpu, native, triton_kernels
 from binade.quant.elements import RoundingMode
-from binade.quant.metrics import Errors, errors_later, score
+from binade.quant.measurements import Errors
+from binade.quant.metrics import errors_later, score
 from binade.quant.quantizer import apply, outer_absmax
 from binade.quant.reference import quantize_dequantize
 from binade.quant.scaling import SCALINGS, has_kernel

@@ -11,7 +11,8 @@ from scipy import stats
 
 from binade.quant import Summary, summarize
 from binade.quant.backends import moments, native
-from binade.quant.summary import BINS, bin_edges, summarize_later
+from binade.quant.sketch import BINS, bin_edges
+from binade.quant.summary import summarize_later
 from tests.quant.helpers import awkward, bf16_patterns, devices
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

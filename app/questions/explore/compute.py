@@ -30,8 +30,8 @@ from binade.data.filter import INTEGER_FIELDS, Filter
 from binade.data.names import distinct_names
 from binade.data.store import TensorFileError
 from binade.quant.normal import normal_sqnr
+from binade.quant.sketch import bin_edges
 from binade.quant.specs import Spec, known_specs
-from binade.quant.summary import bin_edges
 
 MOST_DOTS = 5000  # operands times formats
 RAW, SIGMA, SCALE = "raw", "sigma", "scale"

@@ -22,8 +22,8 @@ from binade.app.questions.shared.runs import labels_of
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.quant.backends.counts import counted, upper_counts
-from binade.quant.sketch import interval_quantiles
-from binade.quant.summary import bin_edges, summarize
+from binade.quant.sketch import bin_edges, interval_quantiles
+from binade.quant.summary import summarize
 
 SKETCH_BIN = 2.0**-3  # a bin's width, as a share of the power of two below it
 FINE_BIN = 2.0**-7

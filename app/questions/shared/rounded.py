@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from binade.app.budget import RoundingCost, check
-from binade.data.segment import RoundedWith
+from binade.data.columns import RoundedWith
 from binade.data.tensor_kinds import has_tokens
 from binade.data.text import number_text
 from binade.quant.blocks import GROUP, Blocks, energy, look, sample
 from binade.quant.error_causes import ErrorCauses, error_causes
-from binade.quant.metrics import Errors, errors_from_later, score
+from binade.quant.measurements import Errors
+from binade.quant.metrics import errors_from_later, score
 from binade.quant.quantizer import apply
 from binade.quant.reference import outer_absmax, to_blocks
 from binade.quant.specs import ROW, TENSOR, Block, Spec

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from binade.collector.models.site import Site
-from binade.data.segment import Shard
+from binade.data.columns import Shard
 from binade.data.tensor_kinds import Product
 from binade.data.text import and_more
 

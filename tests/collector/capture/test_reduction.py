@@ -20,8 +20,8 @@ from binade.collector.models.parallel import RowParallelLinear
 from binade.collector.models.site import Site
 from binade.collector.ranks import RankGroup, Ranks
 from binade.data.catalog import Catalog
+from binade.data.columns import Shard
 from binade.data.filter import Filter
-from binade.data.segment import Shard
 from binade.quant import fake_quantize
 from tests.conftest import MadeOnce
 from tests.data.builder import row
