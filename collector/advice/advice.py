@@ -28,10 +28,9 @@ from binade.collector.advice.roofline import MEANING, Operand, Place, Roofline, 
 from binade.collector.errors import ConfigError
 from binade.collector.jobs import Job, add_runs, start_runner, trained_with
 from binade.collector.models.site import Site
-from binade.collector.recipes.draft import RecipeDraft
 from binade.collector.recipes.files import PUBLISHED
 from binade.collector.recipes.parse import parse_recipe
-from binade.collector.recipes.recipe import BF16, MODULES, About, Recipe
+from binade.collector.recipes.recipe import BF16, MODULES, About, Part, Recipe
 from binade.collector.recipes.selection import SelectionError, SiteSelection
 from binade.collector.training.config import RunConfig
 from binade.collector.training.devices import Device
@@ -43,7 +42,7 @@ from binade.data.evidence import Estimate, Measure
 from binade.data.names import short_names
 from binade.data.reliability import PREDICTION
 from binade.data.text import number_text
-from binade.quant.specs import OPERAND_FIELDS, Spec
+from binade.quant.specs import OPERAND_FIELDS, GemmFormats, Spec
 
 CHANGE = Measure("loss_change", "Predicted loss change", "nats", format="+.3g")
 BITS = Measure("bits", "Bits per value", "bits", format=".2f")
@@ -270,7 +269,7 @@ class Advice:
             f"{ADVISED} under {limit}: predicted {change} at {self.bits:.2f} bits per forward value",
             tuple(f"run {run}" for run in self.costs.runs),
         )
-        draft = RecipeDraft(about=about)
+        parts: dict[str, Part] = {}
         linear: dict[Site, tuple[str, ...]] = {}
         for (part, layer, module), rows in self.chosen.astype({"layer_index": int}).groupby(OPERAND[:3]):
             specs = dict(zip(rows["field"], rows["spec"], strict=True))
@@ -278,24 +277,23 @@ class Advice:
             if part in ("linear", "router"):
                 linear[Site(int(str(layer)), str(module))] = chosen
             else:
-                _set(draft, str(part), chosen, name)
+                parts[str(part)] = _part(chosen, name)
         ((usual, _),) = Counter(linear.values()).most_common(1) or [((BF16,) * len(OPERAND_FIELDS), 0)]
-        _set(draft, "linear", usual, name)
+        parts["linear"] = _part(usual, name)
         for module in dict.fromkeys(site.module for site in linear):
             choices = {site.name: chosen for site, chosen in linear.items() if site.module == module}
             if len(set(choices.values())) == 1:
                 choices = {module: next(iter(choices.values()))}
             for key, chosen in choices.items():
                 if chosen != usual:
-                    _set(draft, f"{MODULES}.{key}", chosen, name)
-        return draft.recipe(name)
+                    parts[f"{MODULES}.{key}"] = _part(chosen, name)
+        return Recipe(name, about=about).with_parts(parts)
 
 
-def _set(draft: RecipeDraft, part: str, given: Sequence[str], name: str) -> None:
-    """Give the operands of a part these specs, in the order of OPERAND_FIELDS."""
-    pairs = zip(OPERAND_FIELDS, given, strict=True)
-    draft.formats[part] = {field: None if spec == BF16 else Spec.of(spec) for field, spec in pairs}
-    draft.request(part, name)
+def _part(given: Sequence[str], name: str) -> Part:
+    """The part whose operands have these specs, in the order of OPERAND_FIELDS."""
+    specs = (None if spec == BF16 else Spec.of(spec) for spec in given)
+    return Part.requested(name, GemmFormats(*specs))
 
 
 def _doubts_of_times(device: Device, specs: Sequence[str]) -> list[str]:

@@ -10,7 +10,7 @@ import pandas as pd
 
 from binade.collector.advice.advice import ADVISED, placed
 from binade.collector.advice.costs import Costs, costs
-from binade.collector.recipes.files import draft_of
+from binade.collector.recipes.files import from_toml
 from binade.collector.recipes.recipe import RecipeError
 from binade.data import evidence
 from binade.data.catalog import Catalog
@@ -54,7 +54,7 @@ def measured(opened: Catalog, costs: Costs) -> tuple[pd.DataFrame, int]:
         recipe = str(group["recipe"].iloc[-1])
         try:
             config = json.loads(configs[group["run_id"].iloc[-1]])
-            made = draft_of(config["recipe_toml"], recipe).recipe(recipe)
+            made = from_toml(config["recipe_toml"], recipe)
             at = placed(made, costs, config.get("skip_layers") or "")
             unbounded = placed(made, free, config.get("skip_layers") or "")
         except REFUSED:
