@@ -58,11 +58,15 @@ def about(chosen: Sequence[str]) -> None:
             recipe = parse_recipe(name)
         except saved_recipes.REFUSED:
             continue  # the summary shows the error
-        if recipe.about.title or saved_recipes.warnings_of(recipe):
+        names_gradients = any(part.text != part.quant_type for part in recipe.every_part())
+        if recipe.about.title or names_gradients or saved_recipes.warnings_of(recipe):
             known[name] = recipe
     if not known:
         return
     st.markdown("  \n".join(_headline(label(name), recipe) for name, recipe in known.items()))
+    known = {name: recipe for name, recipe in known.items() if saved_recipes.details(recipe)}
+    if not known:
+        return
     with st.popover("Sources and what is left out", icon=":material/info:", type="tertiary"):
         for name, recipe in known.items():
             st.markdown("\n".join([f"**{plain(label(name))}**\n", *_details(recipe)]))
@@ -77,7 +81,7 @@ def _details(recipe: Recipe) -> list[str]:
 
 def _headline(name: str, recipe: Recipe) -> str:
     badges = " ".join(f":orange-badge[{warning}]" for warning in saved_recipes.warnings_of(recipe))
-    return f":small[**{plain(name)}** {plain(recipe.about.title)} {badges}]"
+    return f":small[**{plain(name)}** {plain(recipe.about.title or recipe.describe())} {badges}]"
 
 
 @st.cache_resource

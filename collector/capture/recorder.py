@@ -163,7 +163,7 @@ class Recorder:
         self.observing = Observing(
             kinds={(kind.product, kind.observed): kind for kind in shown},
             places=named_places(self.tensors),
-            scores=_formats(scores),
+            scores=_specs(scores),
             measurer=Measurer(self.ranks, self.measures, max_bytes > 0, self.config, Drafts()),
             predictions=Predictions(loss_scale),
             probes=self.probes,
@@ -589,7 +589,7 @@ class Recorder:
         Raises ConfigError for an argument that cannot be recorded, RecorderError outside the Recorder's context.
         """
         axis = check_record(name, tensor, layer, module, operation, phase, expert, dim)
-        formats = self.observing.scores if scores is None else _formats(scores)
+        specs = self.observing.scores if scores is None else _specs(scores)
         moment = self.policy.begin()
         if not moment.recording or (operation == Operation.FORWARD and running_backward()):
             return
@@ -608,7 +608,7 @@ class Recorder:
         except TypeError as error:
             raise ConfigError(f"{name} cannot be recorded: {error}") from None
         with without_modes():
-            measurer.measure(seen, site, identity, moment, formats, None, None if dim is None else axis, Shard())
+            measurer.measure(seen, site, identity, moment, specs, None, None if dim is None else axis, Shard())
 
     def show(self, kind: TensorKind, layer: Layer, x: Tensor, moment: Moment) -> None:
         """Record a tensor of a kind that belongs to no product of the model, if `tensors` names it."""
@@ -649,5 +649,5 @@ class Recorder:
             self.session.publish_step()
 
 
-def _formats(scores: Sequence[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(str(Spec.of(name)) for name in words("scores", scores)))
+def _specs(scores: Sequence[str]) -> tuple[Spec, ...]:
+    return tuple(dict.fromkeys(Spec.of(name) for name in words("scores", scores)))

@@ -20,7 +20,6 @@ from binade.collector.models.site import Site
 from binade.data.segment import Identity, RoundedWith, Score, Shard, TensorRow, Trace
 from binade.data.tensor_kinds import Gemm, Product
 from binade.quant.later import Later
-from binade.quant.specs import Spec
 from binade.quant.summary import Summary
 
 Pass = tuple[Site, Moment]  # a layer's forward pass
@@ -72,7 +71,7 @@ class DraftRow:
         """recomputed: whether the pass was computed again in the backward pass."""
         summary = self.summary()
         pairs = self.pairs_left_out() if self.pairs_left_out else None
-        scores = [_without(pairs or 0, self._scaled(tried.score(), summary), summary) for tried in self.tried]
+        scores = [_without(pairs or 0, self._scored(tried, summary), summary) for tried in self.tried]
         used = next((score for score in scores if score.used and score.gemm == self.gemm), None)
         return TensorRow(
             tensor_id=self.tensor_id,
@@ -99,9 +98,10 @@ class DraftRow:
             pairs_left_out=pairs,
         )
 
-    def _scaled(self, score: Score, summary: Summary) -> Score:
+    def _scored(self, tried: Tried, summary: Summary) -> Score:
         """The score with the tensor scale, where that follows from the statistics of the values."""
-        spec, known = Spec.of(score.format), score.rounded_with
+        score, spec = tried.score(), tried.spec
+        known = score.rounded_with
         finite = summary.numel > 0 and not (summary.nans or summary.infs)
         whole = self.tokens_left_out is None and finite and not spec.transforms
         if not (score.used and known.tensor_scale is None and whole):

@@ -37,7 +37,7 @@ from typing import Any
 from binade.collector.recipes import precision_file
 from binade.collector.recipes.files import ON_BASE, PUBLISHED, Reader, for_operand, from_toml, read_recipe
 from binade.collector.recipes.ingredients import BACKWARDS, INGREDIENTS, leave_out, with_backward
-from binade.collector.recipes.recipe import BF16, LINEAR_OPERANDS, OPERANDS, PARTS, Part, Recipe, RecipeError
+from binade.collector.recipes.recipe import BF16, GRADIENTS, LINEAR_OPERANDS, OPERANDS, PARTS, Part, Recipe, RecipeError
 from binade.quant.formats import FORMATS
 from binade.quant.specs import OPERAND_FIELDS, Softmax, Spec
 
@@ -187,7 +187,7 @@ def gradients_note(configs: Iterable[Mapping[str, Any]]) -> str:
     found: dict[str, str] = {}
     for recipe in filter(None, map(recipe_of, configs)):
         for part in recipe.every_part():
-            for name in ("dgrad_grad", "wgrad_grad"):
+            for name in GRADIENTS:
                 plain, spec = part.quant_type_of(name).partition("(")[0], part.formats[name]
                 if spec and GRADIENT_FORMAT.get(plain) == spec.format.name:
                     found[plain] = spec.format.name

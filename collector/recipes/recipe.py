@@ -70,6 +70,7 @@ PARTS = {
 # Every operand by its name: linear.dgrad.grad_output -> (linear, dgrad_grad)
 OPERANDS = {f"{part}.{o.gemm}.{o.name}": (part, o.field) for part, operands in PARTS.items() for o in operands}
 
+GRADIENTS = ("dgrad_grad", "wgrad_grad")
 REUSED_OPERANDS = ("dgrad_b", "wgrad_a")  # the backward operands that enter the forward product too
 
 
@@ -114,6 +115,14 @@ class Part:
         if cache and cache.operand == field and self.formats[field] is None:
             return str(cache.spec)
         return dict(self.overrides).get(field, self.quant_type)
+
+    @property
+    def text(self) -> str:
+        """What was requested, with the spec of gradients if that is another one: "mxfp8 (gradients mxfp8_e5m2)"."""
+        gradients = sorted({str(spec) for field in GRADIENTS if (spec := self.formats[field])})
+        if self.rounded_to("forward_a") != self.quant_type or gradients in ([], [self.quant_type]):
+            return self.quant_type
+        return f"{self.quant_type} (gradients {', '.join(gradients)})"
 
     @property
     def in_training(self) -> Part:
@@ -446,14 +455,15 @@ class Recipe:
         return (self.state or self.communication or self.kv_cache) is not None or self.quantizes
 
     def describe(self) -> str:
-        """linear mxfp8, qk bf16, pv bf16; for a part with overrides: linear (forward mxfp8 x mxfp4, ...)"""
+        """linear mxfp4, qk bf16, pv bf16; for a part with overrides: linear (forward mxfp8 x mxfp4, ...). Gradients
+        of another format are named: linear mxfp8 (gradients mxfp8_e5m2)."""
         described = []
         for name, part in (self.parts() | dict(self.modules)).items():
             gemms: dict[str, dict[str, None]] = {}
             for operand in PARTS.get(name, LINEAR_OPERANDS):
                 gemms.setdefault(operand.gemm, {})[part.rounded_to(operand.field)] = None
             mixed = ", ".join(f"{gemm} {' x '.join(formats)}" for gemm, formats in gemms.items())
-            described.append(f"{name} ({mixed})" if part.overrides else f"{name} {part.quant_type}")
+            described.append(f"{name} ({mixed})" if part.overrides else f"{name} {part.text}")
         if self.pv.formats.softmax.tile:
             described.append(f"softmax {self.pv.formats.softmax}")
         if self.qk.formats.smooth is not Smooth.NONE:
