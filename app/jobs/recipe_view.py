@@ -115,9 +115,9 @@ def editor(picked: str, modules: Sequence[str]) -> None:
     except RecipeError as error:
         _refuse(error)
     places = st.columns(4, vertical_alignment="bottom")
-    with places[0].popover("Every operand", icon=":material/list:", width="stretch", disabled=recipe is None):
+    with places[0].popover("Operands", icon=":material/list:", width="stretch", disabled=recipe is None):
         st.code("\n".join(recipe.lines() if recipe else ()), language=None)
-    with places[1].popover("Format of the file", icon=":material/help:", width="stretch"):
+    with places[1].popover("Example", icon=":material/help:", width="stretch"):
         st.markdown(plain(f"{FORMAT} Modules of this model: {', '.join(modules) or 'unknown'}."))
         st.code(EXAMPLE, language="toml")
     if path and path.exists():

@@ -62,7 +62,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, fields, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from binade.collector.errors import raising
 from binade.collector.recipes.foreign_config import recognized
@@ -133,10 +133,11 @@ def from_toml(text: str, name: str) -> Recipe:
     qk = dict(as_table(tables.get("qk", {}), "[qk]"))
     with raising(RecipeError, "qk.smooth", SpecError):
         smooth = Smooth.parse(as_text(qk.pop("smooth", "none"), "qk.smooth"))
-    attention = {"pv": Part(formats=GemmFormats(softmax=softmax)), "qk": Part(formats=GemmFormats(smooth=smooth))}
-    recipe = _filled(Recipe(name, about=_about(tables), **attention), {**tables, "pv": pv, "qk": qk})
-    whole = {key: _table(key, as_table(tables[key], f"[{key}]")) for key in TABLES if key in tables}
-    recipe = replace(recipe, keep=_kept_layers(tables), **cast("dict[str, Any]", whole))
+    qk_part, pv_part = Part(formats=GemmFormats(smooth=smooth)), Part(formats=GemmFormats(softmax=softmax))
+    recipe = Recipe(name, qk=qk_part, pv=pv_part, about=_about(tables))
+    recipe = _filled(recipe, {**tables, "pv": pv, "qk": qk})
+    whole: dict[str, Any] = {key: _table(key, as_table(tables[key], f"[{key}]")) for key in TABLES if key in tables}
+    recipe = replace(recipe, keep=_kept_layers(tables), **whole)
     return replace(recipe, schedule=_schedule(tables, recipe)).checked()
 
 
@@ -156,7 +157,8 @@ def _schedule(tables: Mapping[str, Any], recipe: Recipe) -> tuple[tuple[str, Rec
         raise RecipeError("schedule is a list of tables: write [[schedule]]")
     stages: list[tuple[str, Recipe]] = []
     # What holds for the whole run is not repeated. The formats of the KV cache belong to those of products.
-    latest = replace(recipe, keep="", about=About(), **(dict.fromkeys(TABLES) | {"kv_cache": recipe.kv_cache}))
+    of_products: dict[str, Any] = dict.fromkeys(TABLES) | {"kv_cache": recipe.kv_cache}
+    latest = replace(recipe, keep="", about=About(), **of_products)
     for table in listed:
         where = "[[schedule]]"
         check_keys(as_table(table, where), ("from", *PARTS, MODULES), where)

@@ -212,7 +212,7 @@ def test_a_recipe_is_edited_and_saved(visit: Visit, app: str, root: Path):
     )
     toml.fill(changed)
     expect(page.get_by_text("unknown format")).to_have_count(0)
-    page.get_by_role("button", name="Every operand").click()
+    page.get_by_role("button", name="Operands").click()
     expect(page.get_by_test_id("stCode").filter(has_text="linear.forward.input")).to_contain_text("mxfp8(scale=rceil)")
     page.keyboard.press("Escape")
     name = page.get_by_label("Name", exact=True)
