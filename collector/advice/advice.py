@@ -292,8 +292,9 @@ class Advice:
 
 def _part(given: Sequence[str], name: str) -> Part:
     """The part whose operands have these specs, in the order of OPERAND_FIELDS."""
-    specs = (None if spec == BF16 else Spec.of(spec) for spec in given)
-    return Part.requested(name, GemmFormats(*specs))
+    pairs = zip(OPERAND_FIELDS, given, strict=True)
+    specs: dict[str, Any] = {field: None if spec == BF16 else Spec.of(spec) for field, spec in pairs}
+    return Part.requested(name, GemmFormats(**specs))
 
 
 def _doubts_of_times(device: Device, specs: Sequence[str]) -> list[str]:

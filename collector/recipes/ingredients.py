@@ -44,7 +44,8 @@ def leave_out(recipe: Recipe, ingredient: str) -> Recipe:
 
 def _left_out(stage: Recipe, ingredient: str) -> Recipe:
     if ingredient in TABLES:
-        return replace(stage, **{ingredient: None})
+        left_out: dict[str, Any] = {ingredient: None}
+        return replace(stage, **left_out)
     if ingredient == "smooth":
         return stage.with_parts({"qk": stage.qk.changed("qk", {"smooth": Smooth.NONE})})
     made = stage.with_parts({name: _plainer(name, part, ingredient) for name, part in stage.by_name().items()})

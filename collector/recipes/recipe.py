@@ -104,7 +104,7 @@ class Part:
         values = {"of_rounded": rounded, **changes}
         with raising(SpecError, name, SpecError):
             formats = replace(self.formats, **values)
-        overrides = dict(self.overrides) | (requested or {})
+        overrides = {**dict(self.overrides), **(requested or {})}
         different = sorted((field, text) for field, text in overrides.items() if text != self.quant_type)
         return Part(self.quant_type, formats, tuple(different))
 
@@ -283,7 +283,7 @@ class Recipe:
 
     def with_parts(self, parts: Mapping[str, Part]) -> Recipe:
         """The recipe with these parts in place of those of the same names, or in addition: "linear", "modules.fc2"."""
-        made = self.by_name() | parts
+        made = {**self.by_name(), **parts}
         named: dict[str, Any] = {name: made.pop(name) for name in PARTS}
         modules = tuple((name.removeprefix(f"{MODULES}."), part) for name, part in made.items())
         return replace(self, **named, modules=modules)
