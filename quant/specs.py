@@ -107,7 +107,7 @@ class Spec(Options):
         nothing is shared."""
         return None if self.block in (None, TENSOR) else self.block.columns or max(axis, 1)
 
-    @property
+    @cached_property
     def scaling(self) -> Scaling:
         """The scheme of its scales."""
         return SCALINGS[self.scale]
@@ -123,7 +123,7 @@ class Spec(Options):
         """Whether the mean over tokens is subtracted before rounding, and added to the result."""
         return self.center == "tokens"
 
-    @property
+    @cached_property
     def transforms(self) -> bool:
         """Whether the values that are rounded are not those of the tensor: see `quant.transform`."""
         return self.centered or self.hadamard > 0

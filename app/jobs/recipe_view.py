@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import streamlit as st
 
 from binade.app.formatting import plain
-from binade.app.jobs import recipe_table
+from binade.app.jobs import saved_recipes
 from binade.collector import jobs
-from binade.collector.recipes.files import label, to_toml
+from binade.collector.recipes.files import EXAMPLE, label
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import Recipe, RecipeError
-from binade.collector.training.config import FORM_LAYERS
 from binade.data.access import ReadOnlyError
 from binade.data.runs import resolve_root
 from binade.quant.formats import FORMATS
@@ -28,40 +26,17 @@ HELP = (
     "nvidia_nvfp4(without=rounding), or the path to a .toml or .yaml file"
 )
 SAVE = ":material/save:"
-COLUMNS = {
-    "operand": st.column_config.TextColumn(
-        "Operand", width=236, pinned=True, disabled=True, help="Rounded along the axis that its GEMM contracts"
-    ),
-    "rounded": st.column_config.CheckboxColumn(
-        "Rounded",
-        width=96,
-        help="Round the operand’s rounded forward value instead of the original. Only for backward operands that "
-        "also enter the forward GEMM",
-    ),
-    "spec": st.column_config.TextColumn(
-        "Spec",
-        width=370,
-        help="A format, with or without options: nvfp4(block=16x16). bf16: not quantized. With "
-        "stochastic rounding, clipped values make the result biased unless the scale leaves headroom: 16over17 for "
-        "nvfp4, rceil for MX formats",
-    ),
-}
-STAGES = {
-    "from": st.column_config.TextColumn(
-        "From", width=90, pinned=True, help="An iteration, or a share of the iterations: 9000, 90%"
-    ),
-    "changes": st.column_config.TextColumn(
-        "Changes to",
-        help="A recipe, or what changes: linear.forward = bf16; linear.wgrad.input = mxfp8. It applies until the next "
-        "row",
-    ),
-}
+FORMAT = (
+    "An operand that is not named stays in bf16. Every spec is literal: here, mxfp8 means E4M3 for gradients, too. A "
+    "table [modules.NAME] differs from [linear] in one module, [[schedule]] from an iteration on. Stochastic rounding "
+    "is biased where values are clipped, unless the scale leaves headroom: 16over17 for nvfp4, rceil for MX formats."
+)
 
 
 def _options(chosen: Sequence[str]) -> list[str]:
     """Formats first: else "mxfp4" and Enter would choose FA_mxfp4, which contains it."""
     names = sorted(jobs.recipes(), key=lambda name: name not in ("bf16", *FORMATS))
-    return list(dict.fromkeys([*names, *recipe_table.saved(resolve_root()), *chosen]))
+    return list(dict.fromkeys([*names, *saved_recipes.saved(resolve_root()), *chosen]))
 
 
 def picker(key: str) -> None:
@@ -81,13 +56,17 @@ def about(chosen: Sequence[str]) -> None:
     for name in chosen:
         try:
             recipe = parse_recipe(name)
-        except recipe_table.REFUSED:
+        except saved_recipes.REFUSED:
             continue  # the summary shows the error
-        if recipe.about.title or recipe_table.warnings_of(recipe):
+        names_gradients = any(part.text != part.quant_type for part in recipe.every_part())
+        if recipe.about.title or names_gradients or saved_recipes.warnings_of(recipe):
             known[name] = recipe
     if not known:
         return
     st.markdown("  \n".join(_headline(label(name), recipe) for name, recipe in known.items()))
+    known = {name: recipe for name, recipe in known.items() if saved_recipes.details(recipe)}
+    if not known:
+        return
     with st.popover("Sources and what is left out", icon=":material/info:", type="tertiary"):
         for name, recipe in known.items():
             st.markdown("\n".join([f"**{plain(label(name))}**\n", *_details(recipe)]))
@@ -96,18 +75,24 @@ def about(chosen: Sequence[str]) -> None:
 def _details(recipe: Recipe) -> list[str]:
     return [
         f"- {title}\n" + "\n".join(f"    - {plain(item)}" for item in items)
-        for title, items in recipe_table.details(recipe).items()
+        for title, items in saved_recipes.details(recipe).items()
     ]
 
 
 def _headline(name: str, recipe: Recipe) -> str:
-    badges = " ".join(f":orange-badge[{warning}]" for warning in recipe_table.warnings_of(recipe))
-    return f":small[**{plain(name)}** {plain(recipe.about.title)} {badges}]"
+    badges = " ".join(f":orange-badge[{warning}]" for warning in saved_recipes.warnings_of(recipe))
+    return f":small[**{plain(name)}** {plain(recipe.about.title or recipe.describe())} {badges}]"
+
+
+@st.cache_resource
+def _live() -> Callable[..., Any]:
+    js = Path(__file__).with_name("live_text.js").read_text(encoding="utf-8")
+    return st.components.v2.component("binade_live_text", html="<i></i>", js=js)
 
 
 def editor(picked: str, modules: Sequence[str]) -> None:
-    """Change the operands of a recipe, see its file and save it. `picked` is the picker's key, modules are those of the
-    model that have linear layers."""
+    """Write a recipe as TOML, starting from another one, and save it. The text is checked while it is written. `picked`
+    is the picker's key, modules are those of the model that have linear layers."""
     state = st.session_state
     if not st.toggle("Edit a recipe", key="collect_edit"):
         return
@@ -117,34 +102,34 @@ def editor(picked: str, modules: Sequence[str]) -> None:
     start = left.selectbox("Start from", options, key="collect_start", format_func=label, accept_new_options=True)
     try:
         _begin(start)
-    except recipe_table.REFUSED as error:
+    except (*saved_recipes.REFUSED, OSError) as error:
         _refuse(error)
         return
-    right.text_input("Layers kept in bf16", key="collect_keep", placeholder="none", help=FORM_LAYERS)
-    table = _operands(modules)
-    st.markdown(":small[Schedule: changes during the run]")
-    stages = _edited("stages", STAGES, num_rows="dynamic", height="content")
-    name_place, *places = st.columns([3, 1, 1], vertical_alignment="bottom")
-    hint = "letters, digits, - and _"
-    name = name_place.text_input("Name", key="collect_name", placeholder=hint, max_chars=64).strip()
+    name = right.text_input("Name", key="collect_name", placeholder="letters, digits, - and _", max_chars=64).strip()
+    text = st.text_area("Recipe as TOML", key="collect_toml", height=360)
+    _live()(key="live_text", data={"label": "Recipe as TOML"}, height=1)
     path = recipe = None
     try:
-        path = recipe_table.path_of(resolve_root(), name) if name else None
-        recipe = recipe_table.recipe_of(table, stages, state["collect_keep"], state["recipe_start"], name or "unnamed")
-    except recipe_table.REFUSED as error:
+        recipe = saved_recipes.checked(text, name or "unnamed")
+        path = saved_recipes.path_of(resolve_root(), name) if name else None
+    except RecipeError as error:
         _refuse(error)
+    places = st.columns(4, vertical_alignment="bottom")
+    with places[0].popover("Operands", icon=":material/list:", width="stretch", disabled=recipe is None):
+        st.code("\n".join(recipe.lines() if recipe else ()), language=None)
+    with places[1].popover("Example", icon=":material/help:", width="stretch"):
+        st.markdown(plain(f"{FORMAT} Modules of this model: {', '.join(modules) or 'unknown'}."))
+        st.code(EXAMPLE, language="toml")
     if path and path.exists():
-        _delete(places[1], path, picked)
+        _delete(places[3], path, picked)
     if path and recipe:
-        _save(places[0], path, recipe)
+        _save(places[2], path, text)
     else:
-        places[0].button("Save", icon=SAVE, disabled=True, width="stretch", key="save_refused")
-    if recipe is None:
-        return
-    st.markdown(_headline(f"{name}.toml" if name else "Unnamed", recipe))
-    if biased := recipe_table.biased_specs(recipe):
-        st.caption(plain(f"{', '.join(biased)}: {recipe_table.BIASED}."))
-    st.code(to_toml(recipe), language="toml", wrap_lines=True)
+        places[2].button("Save", icon=SAVE, disabled=True, width="stretch", key="save_refused")
+    if recipe:
+        st.markdown(_headline(f"{name}.toml" if name else "Unnamed", recipe))
+        if biased := saved_recipes.biased_specs(recipe):
+            st.caption(plain(f"{', '.join(biased)}: {saved_recipes.BIASED}."))
 
 
 def _refuse(error: Exception) -> None:
@@ -154,42 +139,9 @@ def _refuse(error: Exception) -> None:
 def _begin(start: str) -> None:
     """Fill the fields from a recipe, if another one was chosen."""
     state = st.session_state
-    if state.get("recipe_started") != start:
-        recipe = parse_recipe(start)
-        state["recipe_started"], state["recipe_start"], state["collect_keep"] = start, recipe, recipe.keep
-        state["recipe_operands"] = recipe_table.table_of(recipe)
-        state["recipe_stages"] = recipe_table.schedule_of(recipe)
-        state["collect_own"] = recipe_table.modules_of(state["recipe_operands"])
-        state["collect_name"] = Path(start).stem if start in recipe_table.saved(resolve_root()) else ""
-        state["recipe_count"] = state.get("recipe_count", 0) + 1
-
-
-def _operands(modules: Sequence[str]) -> pd.DataFrame:
-    """The edited table of operands, with rows for the modules chosen above it."""
-    state = st.session_state
-    chosen = st.multiselect(
-        "Modules with their own formats", list(dict.fromkeys([*modules, *state["collect_own"]])), key="collect_own",
-        placeholder="none: the same for all linear layers", accept_new_options=True,
-        help="Linear layers that get their own rows", filter_mode="contains", select_all=False,
-    )  # fmt: skip
-    if chosen != recipe_table.modules_of(state["recipe_operands"]):
-        state["recipe_operands"] = recipe_table.with_modules(state["recipe_operands"], chosen)
-        state["recipe_count"] += 1
-    return _edited("operands", COLUMNS, height=402)
-
-
-def _edited(name: str, columns: Mapping[str, Any], **settings: Any) -> pd.DataFrame:
-    """The edited table."""
-    state = st.session_state
-    key = f"recipe_{name}_{state['recipe_count']}"
-    if key not in state:  # a new table, or one that was hidden for a while, whose edits Streamlit has dropped
-        state[f"recipe_{name}_first"] = state[f"recipe_{name}"]
-    table: pd.DataFrame = st.data_editor(
-        state[f"recipe_{name}_first"], key=key, hide_index=True, column_order=list(columns), column_config=columns,
-        **settings,
-    )  # fmt: skip
-    state[f"recipe_{name}"] = table
-    return table
+    if state.get("collect_started") != start:
+        state["collect_toml"], state["collect_started"] = saved_recipes.text_of(start), start
+        state["collect_name"] = Path(start).stem if start in saved_recipes.saved(resolve_root()) else ""
 
 
 def _delete(place: Any, path: Path, picked: str) -> None:
@@ -202,7 +154,7 @@ def _deleted(path: Path, picked: str) -> None:
     """Delete a recipe and remove it from the chosen ones."""
     state = st.session_state
     try:
-        recipe_table.delete(path)
+        saved_recipes.delete(path)
     except (ReadOnlyError, OSError) as error:
         st.toast(plain(f"The recipe was not deleted: {error}."), icon=":material/error:", duration="long")
         return
@@ -212,19 +164,19 @@ def _deleted(path: Path, picked: str) -> None:
     st.toast("Deleted", icon=":material/check:")
 
 
-def _save(place: Any, path: Path, recipe: Recipe) -> None:
+def _save(place: Any, path: Path, text: str) -> None:
     """The button that saves the recipe, with a warning if that replaces a file."""
     exists = path.exists()
     done = False
     with suppress(OSError):
-        done = path.read_bytes() == to_toml(recipe).encode()
+        done = path.read_bytes() == text.encode()
     if exists:
         st.caption(plain(f"Saved as {path}." if done else f"{path} exists: Replace overwrites it."))
     word = "Saved" if done else "Replace" if exists else "Save"
     if not place.button(word, icon=SAVE, disabled=done, width="stretch", key=f"recipe_{word}"):
         return
     try:
-        recipe_table.save(path, recipe, replace=exists)
+        saved_recipes.save(path, text, replace=exists)
     except (RecipeError, ReadOnlyError, OSError) as error:
         st.error(plain(f"The recipe was not saved: {error}."), icon=":material/error:")
         return

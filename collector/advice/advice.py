@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -27,8 +28,7 @@ from binade.collector.advice.costs import (
 from binade.collector.errors import ConfigError
 from binade.collector.jobs import Job, add_runs, start_runner, trained_with
 from binade.collector.models.site import Site
-from binade.collector.recipes.draft import RecipeDraft
-from binade.collector.recipes.recipe import BF16, MODULES, About, Recipe
+from binade.collector.recipes.recipe import BF16, MODULES, About, Part, Recipe
 from binade.collector.training.config import RunConfig
 from binade.collector.training.plan import Plan, plan
 from binade.collector.training.slurm_options import SlurmOptions
@@ -37,7 +37,7 @@ from binade.data.catalog import Catalog
 from binade.data.effects import CHANGE
 from binade.data.evidence import Estimate, Measure
 from binade.data.text import number_text
-from binade.quant.specs import OPERAND_FIELDS, Spec
+from binade.quant.specs import OPERAND_FIELDS, GemmFormats, Spec
 
 BITS = Measure("bits", "Bits per value", "bits", format=".2f")
 POINTS = 12  # of the frontier
@@ -208,7 +208,7 @@ class Advice:
             f"{ADVISED} under {limit}: effects of {change} at {self.bits:.2f} bits per forward value",
             tuple(f"run {run}" for run in self.costs.runs),
         )
-        draft = RecipeDraft(about=about)
+        parts: dict[str, Part] = {}
         linear: dict[Site, tuple[str, ...]] = {}
         for (part, layer, module), rows in self.chosen.astype({"layer_index": int}).groupby(OPERAND[:3]):
             specs = dict(zip(rows["field"], rows["spec"], strict=True))
@@ -216,24 +216,24 @@ class Advice:
             if part in ("linear", "router"):
                 linear[Site(int(str(layer)), str(module))] = chosen
             else:
-                _set(draft, str(part), chosen, name)
+                parts[str(part)] = _part(chosen, name)
         ((usual, _),) = Counter(linear.values()).most_common(1) or [((BF16,) * len(OPERAND_FIELDS), 0)]
-        _set(draft, "linear", usual, name)
+        parts["linear"] = _part(usual, name)
         for module in dict.fromkeys(site.module for site in linear):
             choices = {site.name: chosen for site, chosen in linear.items() if site.module == module}
             if len(set(choices.values())) == 1:
                 choices = {module: next(iter(choices.values()))}
             for key, chosen in choices.items():
                 if chosen != usual:
-                    _set(draft, f"{MODULES}.{key}", chosen, name)
-        return draft.recipe(name)
+                    parts[f"{MODULES}.{key}"] = _part(chosen, name)
+        return Recipe(name, about=about).with_parts(parts)
 
 
-def _set(draft: RecipeDraft, part: str, given: Sequence[str], name: str) -> None:
-    """Give the operands of a part these specs, in the order of OPERAND_FIELDS."""
+def _part(given: Sequence[str], name: str) -> Part:
+    """The part whose operands have these specs, in the order of OPERAND_FIELDS."""
     pairs = zip(OPERAND_FIELDS, given, strict=True)
-    draft.formats[part] = {field: None if spec == BF16 else Spec.of(spec) for field, spec in pairs}
-    draft.request(part, name)
+    specs: dict[str, Any] = {field: None if spec == BF16 else Spec.of(spec) for field, spec in pairs}
+    return Part.requested(name, GemmFormats(**specs))
 
 
 def advise(costs: Costs, request: AdviceRequest) -> Advice:

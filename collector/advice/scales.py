@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Self
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import numpy as np
 import pandas as pd
@@ -21,8 +21,7 @@ from torch import Tensor
 
 from binade.collector.advice.costs import AdviceError
 from binade.collector.errors import ConfigError
-from binade.collector.recipes.draft import RecipeDraft
-from binade.collector.recipes.recipe import MODULES, PARTS, About, Recipe
+from binade.collector.recipes.recipe import MODULES, PARTS, About, Part, Recipe
 from binade.data.catalog import SAME_IN_ITERATIONS, Catalog
 from binade.data.evidence import Estimate, Measure, holm, paired, spread_of
 from binade.data.filter import Filter
@@ -33,7 +32,7 @@ from binade.quant.codes import decode_table
 from binade.quant.formats import FORMATS
 from binade.quant.metrics import score, sqnr_db
 from binade.quant.quantizer import quantize
-from binade.quant.specs import Spec, SpecError
+from binade.quant.specs import GemmFormats, Spec, SpecError
 
 SCALED = tuple(name for name in FORMATS if "pow2" in FORMATS[name].scale_rules)
 """The formats that can have a scale of the tensor alone."""
@@ -312,21 +311,23 @@ def groups(table: pd.DataFrame, by: list[str]) -> Iterator[tuple[tuple[str, ...]
 def recipe(sweep: Sweep, name: str, history: int) -> Recipe:
     """Delayed scaling with the best margin of each operand. A module has a table of its own where the margin of all
     modules together is distinguishably worse in it. Operands without values stay in bf16."""
-    draft = RecipeDraft(about=About(title=f"{sweep.fmt} with delayed scales from a sweep"))
+    formats: dict[str, GemmFormats] = {}
     pooled: dict[tuple[str, str], int] = {}
     for (part, tensor), trials in groups(sweep.trials, ["part", "tensor_name"]):
         pooled[part, tensor] = best_margin(trials).margin
-        _set(draft, part, part, tensor, delayed(sweep.fmt, history, pooled[part, tensor]))
+        spec = delayed(sweep.fmt, history, pooled[part, tensor])
+        formats[part] = _with(formats.get(part, GemmFormats()), part, tensor, spec)
     for (part, module, tensor), trials in groups(sweep.trials, OPERAND):
         best = best_margin(trials)
         if part == "linear" and pooled[part, tensor] not in best.alike:
             key = f"{MODULES}.{module}"
-            draft.formats.setdefault(key, dict(draft.formats[part]))
-            _set(draft, key, part, tensor, delayed(sweep.fmt, history, best.margin))
-    for part in draft.formats:
-        draft.request(part, sweep.fmt)
-    return draft.recipe(name)
+            spec = delayed(sweep.fmt, history, best.margin)
+            formats[key] = _with(formats.get(key, formats[part]), part, tensor, spec)
+    about = About(title=f"{sweep.fmt} with delayed scales from a sweep")
+    return Recipe(name, about=about).with_parts({key: Part.requested(sweep.fmt, x) for key, x in formats.items()})
 
 
-def _set(draft: RecipeDraft, key: str, part: str, tensor: str, spec: Spec) -> None:
-    draft.set(key, {operand.field: spec for operand in PARTS[part] if operand.name == tensor})
+def _with(formats: GemmFormats, part: str, tensor: str, spec: Spec) -> GemmFormats:
+    """The formats of a part with this spec for the operands of a tensor."""
+    changes: dict[str, Any] = {operand.field: spec for operand in PARTS[part] if operand.name == tensor}
+    return replace(formats, **changes)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from binade.collector.capture.clock import Moment
 from binade.collector.capture.rows import Draft, Drafts, completed
-from binade.collector.capture.tried import Tried, formats_for, try_formats
+from binade.collector.capture.tried import Tried, specs_for, try_specs
 from binade.collector.errors import ConfigError
 from binade.collector.models.site import Site
 from binade.collector.ranks import Ranks
@@ -114,7 +114,7 @@ class Measurer:
         site: Site,
         identity: Callable[[], Identity],
         moment: Moment,
-        scores: Sequence[str],
+        scores: Sequence[Spec],
         gemm: Gemm | None,
         contracted_axis: int | None,
         shard: Shard,
@@ -143,14 +143,14 @@ class Measurer:
         codes = counted(valid) if whole and x.device.type == "cpu" else None
         summary, pairs_left_out = summarized(seen, valid, rows, codes, whole)
         blocks = whole and Measure.BLOCKS in self.measures
-        scores = formats_for(tuple(scores), identity().layer_type, identity().tensor_name) if whole else ()
-        tried = try_formats(seen, scores, gemm, blocks, codes, rows=rows)
+        scores = specs_for(tuple(scores), identity().layer_type, identity().tensor_name) if whole else ()
+        tried = try_specs(seen, scores, gemm, blocks, codes, rows=rows)
         last_bin = _last_bin_later(x, scores) if x.dim() == 1 and identity().tensor_name == "norm_gain" else None
         captured = datetime.now(UTC)
         shard = self._placed(shard)
         merged = merged and self.run.is_merged(moment)
         self.count = number = next(self.numbers)  # backward passes of several devices have a thread each
-        fmt = next((trial.format for trial in tried if trial.used), None)
+        fmt = next((str(trial.spec) for trial in tried if trial.used), None)
         path = None
         if whole and self.keeps and not merged:
             path = self._save(self.run, number, x.reshape(shape), identity(), summary, fmt, captured)
@@ -158,7 +158,7 @@ class Measurer:
 
         def row(recomputed: bool) -> TensorRow:
             statistics, pairs = summary(), pairs_left_out() if pairs_left_out else None
-            scores = [completed(trial.score(), statistics, tokens_left_out, pairs) for trial in tried]
+            scores = [completed(trial, statistics, tokens_left_out, pairs) for trial in tried]
             used = next((score for score in scores if score.used and score.gemm == gemm), None)
             return TensorRow(
                 tensor_id=f"r{self.ranks.rank:02d}-{number:06d}",
@@ -270,7 +270,7 @@ def _without_hidden(summary: Summary, hidden: int) -> Summary:
     return replace(summary, numel=summary.numel - hidden, nans=summary.nans - hidden)
 
 
-def warm_up(scores: Sequence[str], blocks: bool, formats: Iterable[GemmFormats], device: torch.device) -> float:
+def warm_up(scores: Sequence[Spec], blocks: bool, formats: Iterable[GemmFormats], device: torch.device) -> float:
     """Compile the Triton kernels that a recorded linear layer in bfloat16 takes, for each of these formats. Returns the
     seconds; 0 on a device without such kernels.
 
@@ -291,7 +291,7 @@ def warm_up(scores: Sequence[str], blocks: bool, formats: Iterable[GemmFormats],
                 summarize_later(seen.tensor)
             if first or seen.name in LATER.values():
                 before = tried[first] if first and gemm_formats.is_same(seen.name) else []
-                tried[first or seen.name] = try_formats(seen, scores, None, blocks and first is None, before=before)
+                tried[first or seen.name] = try_specs(seen, scores, None, blocks and first is None, before=before)
 
         with torch.enable_grad():
             y = linear(x, weight, Rounding(gemm_formats), tap=measure)
@@ -317,9 +317,9 @@ def _trace_later(seen: Observed, shown: Tensor, name: str | None) -> Later[Trace
     )
 
 
-def _last_bin_later(x: Tensor, scores: Sequence[str]) -> Later[dict[str, float]]:
+def _last_bin_later(x: Tensor, scores: Sequence[Spec]) -> Later[dict[str, float]]:
     """`Blocks.last_bin` of a vector in each MX format among these, on the writer's thread."""
-    specs = [spec for spec in map(Spec.of, scores) if spec.format.name.startswith("mx")]
+    specs = [spec for spec in scores if spec.format.name.startswith("mx")]
 
     def shares(values: np.ndarray) -> dict[str, float]:
         return {str(spec): look(torch.from_numpy(values), spec).last_bin for spec in specs}

@@ -37,7 +37,7 @@ from binade.collector.capture.clock import IN_FLIGHT, Moment, backward_pass, che
 from binade.collector.capture.measure import Measurer, hidden_in, summarized
 from binade.collector.capture.policy import Policy
 from binade.collector.capture.rows import Draft
-from binade.collector.capture.tried import Tried, formats_for, try_formats
+from binade.collector.capture.tried import Tried, specs_for, try_specs
 from binade.collector.capture.valid import Valid
 from binade.collector.models.parallel import Call
 from binade.collector.probes.probe import Observation, Probes
@@ -50,7 +50,7 @@ from binade.quant.measurements import Summary
 from binade.quant.memory import is_ordinary, ordinary, without_modes
 from binade.quant.metrics import sqnr_later
 from binade.quant.quantizer import DTYPES
-from binade.quant.specs import GemmFormats
+from binade.quant.specs import GemmFormats, Spec
 
 OPERAND_NAMES = frozenset(chain(LATER, *OPERANDS.values()))
 FORWARD = frozenset(("a", "b", "y", "scores"))  # what a product shows in its forward pass
@@ -74,7 +74,7 @@ class Observing:
 
     kinds: Mapping[tuple[object, str], TensorKind]
     places: frozenset[str]
-    scores: tuple[str, ...]
+    scores: tuple[Spec, ...]
     measurer: Measurer
     probes: Probes
 
@@ -274,8 +274,8 @@ class Observer:
                 gemm = Gemm(name.partition("_")[0])
                 scores = self.scores[kind.observed]
                 same = scores if self._part(seen).formats.is_same(name) else []
-                formats = formats_for(observing.scores, kind.layer_type, kind.name)
-                scores += try_formats(seen, formats, gemm, before=same, rows=self._rows(seen))
+                specs = specs_for(observing.scores, kind.layer_type, kind.name)
+                scores += try_specs(seen, specs, gemm, before=same, rows=self._rows(seen))
         elif kind and not (self.again and name in FORWARD):
             draft = self._record(seen, kind)
             self.scores[name] = draft.tried

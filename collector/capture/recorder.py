@@ -158,7 +158,7 @@ class Recorder:
         self.observing = Observing(
             kinds={(kind.product, kind.observed): kind for kind in shown},
             places=named_places(self.tensors),
-            scores=_formats(scores),
+            scores=_specs(scores),
             measurer=Measurer(self.ranks, self.measures, max_bytes > 0, self.config, Drafts()),
             probes=self.probes,
         )
@@ -541,7 +541,7 @@ class Recorder:
         Raises ConfigError for an argument that cannot be recorded, RecorderError outside the Recorder's context.
         """
         axis = check_record(name, tensor, layer, module, operation, phase, expert, dim)
-        formats = self.observing.scores if scores is None else _formats(scores)
+        specs = self.observing.scores if scores is None else _specs(scores)
         moment = self.policy.begin()
         if not moment.recording or (operation == Operation.FORWARD and running_backward()):
             return
@@ -560,7 +560,7 @@ class Recorder:
         except TypeError as error:
             raise ConfigError(f"{name} cannot be recorded: {error}") from None
         with without_modes():
-            measurer.measure(seen, site, identity, moment, formats, None, None if dim is None else axis, Shard())
+            measurer.measure(seen, site, identity, moment, specs, None, None if dim is None else axis, Shard())
 
     def show(self, kind: TensorKind, layer: Layer, x: Tensor, moment: Moment) -> None:
         """Record a tensor of a kind that belongs to no product of the model, if `tensors` names it."""
@@ -601,5 +601,5 @@ class Recorder:
             self.session.publish_step()
 
 
-def _formats(scores: Sequence[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(str(Spec.of(name)) for name in words("scores", scores)))
+def _specs(scores: Sequence[str]) -> tuple[Spec, ...]:
+    return tuple(dict.fromkeys(Spec.of(name) for name in words("scores", scores)))

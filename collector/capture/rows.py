@@ -20,7 +20,6 @@ from binade.data.columns import Score, TensorRow
 from binade.data.tensor_kinds import Product
 from binade.quant.later import Later
 from binade.quant.measurements import Summary
-from binade.quant.specs import Spec
 
 Pass = tuple[Site, Moment]  # a layer's forward pass
 
@@ -51,15 +50,16 @@ class Draft:
         return [self.summary, *self.measured, *(result for tried in self.tried for result in tried.results)]
 
 
-def completed(score: Score, summary: Summary, tokens_left_out: int | None, pairs_left_out: int | None) -> Score:
+def completed(tried: Tried, summary: Summary, tokens_left_out: int | None, pairs_left_out: int | None) -> Score:
     """The score of a tensor with these statistics: with the tensor scale that follows from them, and without the pairs
     that the softmax does not see."""
-    return _without(pairs_left_out or 0, _scaled(score, summary, tokens_left_out), summary)
+    return _without(pairs_left_out or 0, _scaled(tried, summary, tokens_left_out), summary)
 
 
-def _scaled(score: Score, summary: Summary, tokens_left_out: int | None) -> Score:
+def _scaled(tried: Tried, summary: Summary, tokens_left_out: int | None) -> Score:
     """The score with the tensor scale, where that follows from the statistics of the values."""
-    spec, known = Spec.of(score.format), score.rounded_with
+    score, spec = tried.score(), tried.spec
+    known = score.rounded_with
     finite = summary.numel > 0 and not (summary.nans or summary.infs)
     whole = tokens_left_out is None and finite and not spec.transforms
     if not (score.used and known.tensor_scale is None and whole):

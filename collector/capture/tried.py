@@ -33,11 +33,11 @@ from binade.quant.transform import transform, untransformed
 
 @dataclass
 class Tried:
-    """One format on one operand of one GEMM; used: whether the GEMM rounded the operand to it, and then with what.
+    """One spec on one operand of one GEMM; used: whether the GEMM rounded the operand to it, and then with what.
     second_sqnr: of the second rounding alone, if the GEMM rounded what the forward GEMM had rounded; infinite if it
     took that as it was."""
 
-    format: str
+    spec: Spec
     gemm: Gemm | None
     used: bool
     errors: Later[Errors]
@@ -52,7 +52,7 @@ class Tried:
 
     def score(self) -> Score:
         return Score(
-            format=self.format,
+            format=str(self.spec),
             gemm=self.gemm,
             used=self.used,
             second_sqnr_db=self.second_sqnr() if self.second_sqnr else None,
@@ -63,50 +63,50 @@ class Tried:
 
 
 @lru_cache(maxsize=256)  # asked for every tensor of a recorded step
-def formats_for(formats: tuple[str, ...], layer_type: str | None, name: str | None) -> tuple[str, ...]:
-    """Those of the formats that an operand of this name may be rounded to: without tokens, none with center=tokens."""
-    return tuple(fmt for fmt in formats if has_tokens(layer_type, name) or not Spec.of(fmt).centered)
+def specs_for(specs: tuple[Spec, ...], layer_type: str | None, name: str | None) -> tuple[Spec, ...]:
+    """Those of the specs that an operand of this name may be rounded to: without tokens, none with center=tokens."""
+    return tuple(spec for spec in specs if has_tokens(layer_type, name) or not spec.centered)
 
 
-def try_formats(
+def try_specs(
     seen: Observed,
-    formats: Sequence[str],
+    specs: Sequence[Spec],
     gemm: Gemm | None,
     blocks: bool = False,
     codes: Counted | None = None,
     before: Sequence[Tried] = (),
     rows: Tensor | None = None,
 ) -> list[Tried]:
-    """The format that the operand was rounded to, with the error that this made, and each of the formats. blocks:
+    """The spec that the operand was rounded to, with the error that this made, and each of the specs. blocks:
     whether to measure them too. codes: `counted` of its tensor, if known. before: what was tried on the same tensor in
-    another GEMM; a format without blocks does the same along each axis. rows: of [rows, columns], those of which the
+    another GEMM; a spec without blocks does the same along each axis. rows: of [rows, columns], those of which the
     error is measured, without blocks; of all where a rotation mixes rows. On a GPU nothing waits for it."""
     trials = []
-    used = None if seen.spec is None else str(seen.spec)
+    used = seen.spec
     if seen.source is not None and seen.spec is None:  # the GEMM takes what the forward GEMM rounded
         forward = [trial for trial in before if trial.used and trial.gemm == Gemm.FORWARD]
         nothing = Later.known(math.inf)
         trials = [replace(one, gemm=gemm, blocks=None, second_sqnr=nothing) for one in forward]
-        used = forward[0].format if forward else None
+        used = forward[0].spec if forward else None
     if rows is not None:
-        return trials + _tried_of_rows(seen, [fmt for fmt in formats if str(Spec.of(fmt)) != used], gemm, rows)
+        return trials + _tried_of_rows(seen, [spec for spec in specs if spec != used], gemm, rows)
     if seen.spec and used and seen.coded is not None and seen.quantized is not None:
         trials.append(_measured(seen, seen.spec, gemm, blocks))
-    formerly = {trial.format: trial for trial in before if not trial.used}
-    specs = [spec for spec in map(Spec.of, formats) if str(spec) != used]
+    formerly = {trial.spec: trial for trial in before if not trial.used}
+    specs = [spec for spec in specs if spec != used]
     flat = [spec for spec in specs if not spec.has_blocks and not spec.transforms]
-    again = {spec: formerly[str(spec)] for spec in flat if str(spec) in formerly}
+    again = {spec: formerly[spec] for spec in flat if spec in formerly}
     tried = [spec for spec in specs if spec not in again]
     scores = dict(zip(tried, scores_later(seen.tensor, tried, seen.dim, blocks, codes), strict=True))
     for spec in specs:
         if spec in again:
             trials.append(replace(again[spec], gemm=gemm, blocks=None))
         else:
-            trials.append(Tried(str(spec), gemm, False, *scores[spec]))
+            trials.append(Tried(spec, gemm, False, *scores[spec]))
     return trials
 
 
-def _tried_of_rows(seen: Observed, formats: Sequence[str], gemm: Gemm | None, rows: Tensor) -> list[Tried]:
+def _tried_of_rows(seen: Observed, specs: Sequence[Spec], gemm: Gemm | None, rows: Tensor) -> list[Tried]:
     dim, used = seen.dim, seen.spec
     every = torch.arange(seen.tensor.flatten(0, -2).shape[0], device=rows.device)
 
@@ -120,10 +120,10 @@ def _tried_of_rows(seen: Observed, formats: Sequence[str], gemm: Gemm | None, ro
         if seen.source is not None:
             errors, again = _from_tensor(seen, used, used_rows), errors.map(_sqnr)
         errors = _of_original(errors, seen, used, used_rows)
-        trials.append(Tried(str(used), gemm, True, errors, rounded_with=_rounded_with(seen, used), second_sqnr=again))
-    for spec in map(Spec.of, formats):
-        if str(spec) != str(used):
-            trials.append(Tried(str(spec), gemm, False, score_of_rows_later(seen.tensor, spec, dim, rows_of(spec))))
+        trials.append(Tried(used, gemm, True, errors, rounded_with=_rounded_with(seen, used), second_sqnr=again))
+    for spec in specs:
+        if spec != used:
+            trials.append(Tried(spec, gemm, False, score_of_rows_later(seen.tensor, spec, dim, rows_of(spec))))
     return trials
 
 
@@ -139,7 +139,7 @@ def _measured(seen: Observed, spec: Spec, gemm: Gemm | None, blocks: bool) -> Tr
     if seen.source is not None:
         errors, again = _from_tensor(seen, spec), errors.map(_sqnr)
     errors = _of_original(errors, seen, spec)
-    return Tried(str(spec), gemm, True, errors, histograms, rounded_with=_rounded_with(seen, spec), second_sqnr=again)
+    return Tried(spec, gemm, True, errors, histograms, rounded_with=_rounded_with(seen, spec), second_sqnr=again)
 
 
 def _sqnr(errors: Errors) -> float:

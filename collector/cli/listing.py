@@ -8,9 +8,9 @@ import click
 
 from binade.collector.datasets.inputs import BYTE, DATASETS
 from binade.collector.models.registry import MODELS
-from binade.collector.recipes.draft import GRADIENT_FORMAT, INGREDIENTS
 from binade.collector.recipes.files import PUBLISHED
-from binade.collector.recipes.parse import parse_recipe
+from binade.collector.recipes.ingredients import INGREDIENTS
+from binade.collector.recipes.parse import GRADIENT_FORMAT, parse_recipe
 from binade.collector.recipes.recipe import OPERANDS, TEN_RECIPES
 from binade.data.tensor_kinds import tensor_names
 from binade.quant.formats import FORMATS, Format

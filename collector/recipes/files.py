@@ -60,18 +60,18 @@ import re
 import reprlib
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import Field, fields
+from dataclasses import Field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from binade.collector.errors import raising
-from binade.collector.recipes.draft import OF_ROUNDED, RecipeDraft, for_operand
 from binade.collector.recipes.foreign_config import recognized
 from binade.collector.recipes.recipe import (
     BF16,
     LINEAR_OPERANDS,
     MODULES,
     PARTS,
+    REUSED_OPERANDS,
     TABLES,
     About,
     KvCache,
@@ -83,15 +83,16 @@ from binade.collector.recipes.recipe import (
 from binade.collector.recipes.selection import SelectionError, SiteSelection
 from binade.data.store import read_text
 from binade.quant.formats import UnknownFormatError
-from binade.quant.specs import KVCache, Smooth, Softmax, Spec, SpecError
+from binade.quant.specs import GemmFormats, KVCache, Smooth, Softmax, Spec, SpecError
 
 PUBLISHED = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.toml"))}
 """The files of the published recipes, by name."""
 
+EXAMPLE = "\n".join(line[4:] for line in (__doc__ or "").splitlines() if line[:4].isspace() or not line).strip()
 ABOUT = {field.name: field.type for field in fields(About)}
 SECTIONS = (*PARTS, MODULES, "keep", *TABLES, "schedule")
 LONGEST_EXCERPT = 80
-Reader = Callable[[str, str], RecipeDraft]
+Reader = Callable[[str, str], Recipe]
 # A recipe in front of the path of a precision file: a name, with the options of a spec, or the path of a .toml file.
 ON_BASE = re.compile(r"(?P<base>[^/+()]+(?:\([^()]*\))?|[^+]+\.toml)\+(?P<file>.+\.(?:ya?ml|cfg))")
 START = re.compile(r"[1-9]\d{0,8}|(100|\d{1,2})(\.\d+)?%")
@@ -104,72 +105,77 @@ def label(recipe: str) -> str:
     return Path(recipe).name
 
 
-def read_draft(path: Path, quant_type: str, reader: Reader | None = None) -> RecipeDraft:
-    """The recipe in a file, as a draft. quant_type is recorded for the operands that it quantizes. reader: `draft_of`,
-    or that of another kind of file.
+def read_recipe(path: Path, name: str, reader: Reader | None = None) -> Recipe:
+    """The recipe in a file. name is also the quant type of the operands that it quantizes. reader: `from_toml`, or that
+    of another kind of file.
 
     Raises RecipeError, which names the file, if it cannot be read or is wrong.
     """
     try:
-        draft = (reader or draft_of)(read_text(path), quant_type)
-        draft.recipe(quant_type)  # refuses operands that do not go together
-        return draft
+        return (reader or from_toml)(read_text(path), name)
     except OSError as error:
         raise RecipeError(f"recipe {path}: {error.strerror}") from None
     except (UnicodeDecodeError, RecipeError, SpecError) as error:
         raise RecipeError(f"recipe {path}: {error}") from None
 
 
-def draft_of(text: str, quant_type: str) -> RecipeDraft:
-    """As `read_draft`, from TOML text. Raises RecipeError."""
+def from_toml(text: str, name: str) -> Recipe:
+    """The recipe in TOML text, under this name. Raises RecipeError, or SpecError for operands that do not go
+    together."""
     with raising(RecipeError, "is not TOML", ValueError, RecursionError):
         tables = tomllib.loads(text)
     if tables.keys() - {*ABOUT, *SECTIONS} and (message := recognized(tables)):
         raise RecipeError(message)
-    return draft_from(tables, quant_type)
-
-
-def draft_from(given: Mapping[str, Any], quant_type: str) -> RecipeDraft:
-    """As `read_draft`, from the tables of a file. Raises RecipeError."""
-    check_keys(given, (*ABOUT, *SECTIONS), "the recipe")
-    draft = RecipeDraft(about=_about(given))
-    pv = dict(as_table(given.get("pv", {}), "[pv]"))
+    check_keys(tables, (*ABOUT, *SECTIONS), "the recipe")
+    pv = dict(as_table(tables.get("pv", {}), "[pv]"))
     with raising(RecipeError, "pv.softmax", SpecError):
-        draft.softmax = Softmax.parse(as_text(pv.pop("softmax", "full"), "pv.softmax"))
-    qk = dict(as_table(given.get("qk", {}), "[qk]"))
+        softmax = Softmax.parse(as_text(pv.pop("softmax", "full"), "pv.softmax"))
+    qk = dict(as_table(tables.get("qk", {}), "[qk]"))
     with raising(RecipeError, "qk.smooth", SpecError):
-        draft.smooth = Smooth.parse(as_text(qk.pop("smooth", "none"), "qk.smooth"))
-    _fill(draft, {**given, "pv": pv, "qk": qk}, quant_type)
-    keep = as_table(given.get("keep", {}), "[keep]")
+        smooth = Smooth.parse(as_text(qk.pop("smooth", "none"), "qk.smooth"))
+    qk_part, pv_part = Part(formats=GemmFormats(smooth=smooth)), Part(formats=GemmFormats(softmax=softmax))
+    recipe = Recipe(name, qk=qk_part, pv=pv_part, about=_about(tables))
+    recipe = _filled(recipe, {**tables, "pv": pv, "qk": qk})
+    whole: dict[str, Any] = {key: _table(key, as_table(tables[key], f"[{key}]")) for key in TABLES if key in tables}
+    recipe = replace(recipe, keep=_kept_layers(tables), **whole)
+    return replace(recipe, schedule=_schedule(tables, recipe)).checked()
+
+
+def _kept_layers(tables: Mapping[str, Any]) -> str:
+    keep = as_table(tables.get("keep", {}), "[keep]")
     check_keys(keep, ("layers",), "[keep]")
-    draft.keep = as_text(keep.get("layers", ""), "keep.layers")
+    layers = as_text(keep.get("layers", ""), "keep.layers")
     with raising(RecipeError, "keep.layers", SelectionError):
-        SiteSelection.parse(draft.keep)
-    for name in TABLES:
-        if name in given:
-            setattr(draft, name, _table(name, as_table(given[name], f"[{name}]")))
-    stages = given.get("schedule", [])
-    if not isinstance(stages, list):
+        SiteSelection.parse(layers)
+    return layers
+
+
+def _schedule(tables: Mapping[str, Any], recipe: Recipe) -> tuple[tuple[str, Recipe], ...]:
+    """The stages of a recipe, each with the iteration from which it holds."""
+    listed = tables.get("schedule", [])
+    if not isinstance(listed, list):
         raise RecipeError("schedule is a list of tables: write [[schedule]]")
-    latest = draft
-    for stage in stages:
+    stages: list[tuple[str, Recipe]] = []
+    # What holds for the whole run is not repeated. The formats of the KV cache belong to those of products.
+    of_products: dict[str, Any] = dict.fromkeys(TABLES) | {"kv_cache": recipe.kv_cache}
+    latest = replace(recipe, keep="", about=About(), **of_products)
+    for table in listed:
         where = "[[schedule]]"
-        check_keys(as_table(stage, where), ("from", *PARTS, MODULES), where)
-        start = str(stage.get("from", ""))
+        check_keys(as_table(table, where), ("from", *PARTS, MODULES), where)
+        start = str(table.get("from", ""))
         if not START.fullmatch(start):
             raise RecipeError(
                 f'[[schedule]] from = {start or "nothing"}: expected an iteration from 1, or a share such as "90%"'
             )
         number = float(start.rstrip("%"))
-        earlier = [previous for previous, _ in draft.schedule if previous.endswith("%") == start.endswith("%")]
+        earlier = [previous for previous, _ in stages if previous.endswith("%") == start.endswith("%")]
         if earlier and number <= float(earlier[-1].rstrip("%")):
             raise RecipeError(
                 f"[[schedule]] from = {start} follows {earlier[-1]}: list the changes in increasing order"
             )
-        latest = latest.copy()
-        _fill(latest, stage, quant_type)
-        draft.schedule.append((start, latest))
-    return draft
+        latest = _filled(latest, table)
+        stages.append((start, latest))
+    return tuple(stages)
 
 
 def _table(name: str, given: Mapping[str, Any]) -> object:
@@ -224,19 +230,19 @@ def _about(given: Mapping[str, Any]) -> About:
     return About(**values)
 
 
-def _fill(draft: RecipeDraft, given: Mapping[str, Any], quant_type: str) -> None:
-    """Set the operands that a table names."""
-    named = [(part, given[part]) for part in PARTS if part in given]
-    named += [(f"{MODULES}.{name}", table) for name, table in as_table(given.get(MODULES, {}), "[modules]").items()]
-    for part, table in named:
-        if part not in draft.formats:
-            draft.formats[part] = dict(draft.formats["linear"])
-            draft.of_rounded[part] = draft.of_rounded.get("linear", ())
-        for field, spec, rounded in _operands(part, as_table(table, f"[{part}]")):
-            draft.set(part, {field: spec})
-            if rounded:
-                draft.of_rounded[part] = tuple(sorted((*draft.of_rounded[part], field)))
-        draft.request(part, quant_type)
+def _filled(recipe: Recipe, tables: Mapping[str, Any]) -> Recipe:
+    """The recipe with the operands that these tables name, which all get its name as quant type."""
+    named = [(part, tables[part]) for part in PARTS if part in tables]
+    named += [(f"{MODULES}.{name}", table) for name, table in as_table(tables.get(MODULES, {}), "[modules]").items()]
+    for name, table in named:
+        part = recipe.by_name().get(name, recipe.linear)
+        operands = [*_operands(name, as_table(table, f"[{name}]"))]
+        changes: dict[str, Any] = {field: spec for field, spec, _ in operands}
+        rounded = [field for field in part.formats.of_rounded if field not in changes]
+        rounded += [field for field, _, is_rounded in operands if is_rounded]
+        formats = part.changed(name, {**changes, "of_rounded": tuple(sorted(rounded))}).formats
+        recipe = recipe.with_parts({name: Part.requested(recipe.name, formats)})
+    return recipe
 
 
 def _operands(part: str, table: Mapping[str, Any]) -> Iterable[tuple[str, Spec | None, bool]]:
@@ -258,7 +264,7 @@ def _operands(part: str, table: Mapping[str, Any]) -> Iterable[tuple[str, Spec |
                 check_keys(cell, ("spec", "of"), where)
                 if cell.get("of", "rounded") != "rounded":
                     raise RecipeError(f'{where}: unknown of = {cell["of"]!r}: expected of = "rounded", or no of')
-                if names[name] not in OF_ROUNDED:
+                if names[name] not in REUSED_OPERANDS:
                     raise RecipeError(
                         f'{where}: of = "rounded" is for backward operands that enter the forward product too'
                     )
@@ -266,6 +272,11 @@ def _operands(part: str, table: Mapping[str, Any]) -> Iterable[tuple[str, Spec |
             named = _spec(cell, where)
             spec = for_operand(names[name], None if str(named) == BF16 else named, whole=isinstance(given, str))
             yield names[name], spec, rounded
+
+
+def for_operand(field: str, spec: Spec | None, whole: bool = True) -> Spec | None:
+    """The spec of an operand, for that of its whole GEMM: a weight has no tokens. whole=False: for its own."""
+    return Spec.of(spec, center="none") if whole and spec and field in ("forward_b", "dgrad_b") else spec
 
 
 def check_keys(given: Mapping[str, Any], known: Iterable[str], where: str) -> None:

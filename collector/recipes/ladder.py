@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from binade.collector.recipes.draft import INGREDIENTS
+from binade.collector.recipes.ingredients import INGREDIENTS
 from binade.collector.recipes.parse import ingredients_of, parse_recipe, split_without
 from binade.collector.recipes.recipe import BF16, RecipeError
 from binade.data.ladder import Ladder, Rung

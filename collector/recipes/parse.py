@@ -29,26 +29,29 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from copy import deepcopy
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from binade.collector.recipes import precision_file
-from binade.collector.recipes.draft import BACKWARDS, GRADIENT_FORMAT, INGREDIENTS, RecipeDraft, formats_of
-from binade.collector.recipes.files import ON_BASE, PUBLISHED, Reader, draft_of, read_draft
-from binade.collector.recipes.recipe import OPERANDS, Recipe, RecipeError
+from binade.collector.recipes.files import ON_BASE, PUBLISHED, Reader, for_operand, from_toml, read_recipe
+from binade.collector.recipes.ingredients import BACKWARDS, INGREDIENTS, leave_out, with_backward
+from binade.collector.recipes.recipe import BF16, GRADIENTS, LINEAR_OPERANDS, OPERANDS, PARTS, Part, Recipe, RecipeError
 from binade.quant.formats import FORMATS
-from binade.quant.specs import Softmax, Spec
+from binade.quant.specs import OPERAND_FIELDS, Softmax, Spec
+
+# The format of gradients, which need range more than precision, by the name that the user wrote: mxfp8_e4m3 means E4M3
+# for gradients too, mxfp8 does not.
+GRADIENT_FORMAT = {"mxfp8": "mxfp8_e5m2"}
 
 # What a recipe named after a format covers, by the prefix of the format; longer prefixes come first.
 ALL = ("linear", "qk", "pv", "product")
 PREFIXES = {"FA_linear_": ("linear", "qk"), "FA_": ("qk",), "linear_": ("linear",), "": ALL}
-READERS: dict[str, Reader] = {".toml": draft_of, ".yaml": precision_file.draft_of}
+READERS: dict[str, Reader] = {".toml": from_toml, ".yaml": precision_file.read}
 """What reads the user's own files, by the end of their name."""
-READERS_TOO: dict[str, Reader] = {".yml": precision_file.draft_of, ".cfg": precision_file.draft_of,
-                                  ".json": precision_file.draft_of_json}  # fmt: skip
+READERS_TOO: dict[str, Reader] = {".yml": precision_file.read, ".cfg": precision_file.read,
+                                  ".json": precision_file.read_json}  # fmt: skip
 """The same for names that other tools use."""
 WITHOUT = re.compile(r",?\s*without=([^,()]*)")
 BACKWARD = re.compile(r",?\s*backward=([^,()]*)")
@@ -71,8 +74,28 @@ def _operand_formats(assignments: Iterable[str]) -> dict[str, str]:
     return formats
 
 
-def _by_format(name: str) -> RecipeDraft:
-    """The recipe of a format, in all parts or in those of a prefix."""
+def _specs(requested: str) -> tuple[Spec | None, Spec | None]:
+    """The specs of a part's operands and of its gradients for a requested format; None for bf16."""
+    spec = Spec.of(requested)
+    if str(spec) == BF16:
+        return None, None
+    written = requested.partition("(")[0].strip()
+    return spec, Spec.of(GRADIENT_FORMAT.get(written, spec), **spec.options())
+
+
+def _formats_of(requested: str, *, backward: bool = True) -> dict[str, Spec | None]:
+    """The specs that a part's operands are rounded to; the mean over tokens is not subtracted from weights."""
+    spec, gradient = _specs(requested)
+    return {
+        field: for_operand(field, gradient if field.endswith("grad") else spec)
+        if backward or field.startswith("forward")
+        else None
+        for field in OPERAND_FIELDS
+    }
+
+
+def _by_format(name: str, text: str) -> Recipe:
+    """The recipe of a format, in all parts or in those of a prefix. text: its name with what it leaves out."""
     for prefix in PREFIXES:
         fmt = name.removeprefix(prefix)
         if name.startswith(prefix) and fmt.partition("(")[0] in FORMATS:
@@ -85,11 +108,11 @@ def _by_format(name: str) -> RecipeDraft:
             f"unknown recipe {name!r}{meant}: expected a name from `binade list recipes`, or a file that ends in "
             f"{' or '.join(READERS)}"
         )
-    draft = RecipeDraft()
-    for part in PREFIXES[prefix]:
-        draft.quant_types[part] = str(Spec.of(fmt))
-        draft.formats[part] = formats_of(fmt, backward=part == "linear" or not prefix)
-    return draft
+    part = Part(str(Spec.of(fmt)))
+    covered = {
+        name: part.changed(name, _formats_of(fmt, backward=name == "linear" or not prefix)) for name in PREFIXES[prefix]
+    }
+    return Recipe(text).with_parts(covered)
 
 
 def split_without(name: str) -> tuple[str, list[str]]:
@@ -110,32 +133,34 @@ def without_none(name: str) -> str:
     return WITHOUT.sub("", name).replace("()", "")
 
 
-def _draft(text: str) -> tuple[str, RecipeDraft]:
-    """The name and the draft of a recipe's text, its ingredients left out. Raises as `parse_recipe`."""
+def _recipe(text: str) -> Recipe:
+    """The recipe of a text, its ingredients left out. Raises as `parse_recipe`."""
     base, ingredients = split_without(text)
     backward = "".join(BACKWARD.findall(base)).strip()
     if BACKWARD.search(base) and backward not in BACKWARDS:
         raise RecipeError(f"backward={backward} is not possible: expected {' or '.join(BACKWARDS)}")
     base = BACKWARD.sub("", base).replace("()", "")
-    under = ""
+    under = None
     if on_base := ON_BASE.fullmatch(base):
-        under, base = on_base["base"], on_base["file"]
+        under, base = _recipe(on_base["base"]), on_base["file"]
     readers = READERS | READERS_TOO
     path = PUBLISHED.get(base) or (Path(base) if Path(base).suffix in readers else None)
-    options = [f"backward={backward}"] * bool(backward) + [f"without={'+'.join(ingredients)}"] * bool(ingredients)
-    reader = readers[path.suffix] if path else None
-    name = path.stem + f"({', '.join(options)})" * bool(options) if path else text
-    if under:
-        of_base, draft = _draft(under)
-        name, reader = f"{of_base}+{name}", partial(precision_file.draft_of, base=draft)
-    draft = read_draft(path, name, reader) if path else _by_format(base)
-    for stage in draft.stages() if backward else ():
-        stage.set_backward(backward)
+    if path:
+        options = [f"backward={backward}"] * bool(backward) + [f"without={'+'.join(ingredients)}"] * bool(ingredients)
+        name = path.stem + (f"({', '.join(options)})" if options else "")
+        reader = readers[path.suffix]
+        if under:
+            name, reader = f"{under.name}+{name}", partial(precision_file.read, base=under)
+        recipe = read_recipe(path, name, reader)
+    else:
+        recipe = _by_format(base, text)
+    if backward:
+        recipe = with_backward(recipe, backward)
     for ingredient in ingredients:
-        present = [stage.leave_out(ingredient) for stage in draft.stages()]
-        if not any(present):
+        before, recipe = recipe, leave_out(recipe, ingredient)
+        if recipe == before:
             raise RecipeError(f"recipe {base} does not have the ingredient {ingredient!r}")
-    return name, draft
+    return recipe
 
 
 def recipe_of(config: Mapping[str, Any]) -> Recipe | None:
@@ -144,7 +169,7 @@ def recipe_of(config: Mapping[str, Any]) -> Recipe | None:
     name = str(config.get("recipe"))
     try:
         if "recipe_toml" in config:
-            return draft_of(str(config["recipe_toml"]), name).recipe(name)
+            return from_toml(str(config["recipe_toml"]), name)
         return None if any(suffix in name for suffix in READERS | READERS_TOO) else parse_recipe(name)
     except ValueError:
         return None
@@ -156,7 +181,7 @@ def gradients_note(configs: Iterable[Mapping[str, Any]]) -> str:
     found: dict[str, str] = {}
     for recipe in filter(None, map(recipe_of, configs)):
         for part in recipe.every_part():
-            for name in ("dgrad_grad", "wgrad_grad"):
+            for name in GRADIENTS:
                 plain, spec = part.quant_type_of(name).partition("(")[0], part.formats[name]
                 if spec and GRADIENT_FORMAT.get(plain) == spec.format.name:
                     found[plain] = spec.format.name
@@ -166,12 +191,8 @@ def gradients_note(configs: Iterable[Mapping[str, Any]]) -> str:
 
 def ingredients_of(text: str) -> list[str]:
     """The INGREDIENTS that a recipe has. Raises as `parse_recipe`."""
-    draft = _draft(text)[1]
-    return [
-        ingredient
-        for ingredient in INGREDIENTS
-        if any(stage.leave_out(ingredient) for stage in deepcopy(draft).stages())
-    ]
+    recipe = _recipe(text)
+    return [ingredient for ingredient in INGREDIENTS if leave_out(recipe, ingredient) != recipe]
 
 
 def parse_recipe(
@@ -194,17 +215,46 @@ def parse_recipe(
 
     Raises RecipeError, UnknownFormatError, or SpecError for options that are not possible.
     """
-    name, draft = _draft(name)
-    for stage in draft.stages():
-        parts = {"linear": linear, "qk": qk, "pv": pv, "router": router, "product": product}
-        for part, text in parts.items():
-            if text is not None:
-                stage.set_part(part, text)
-        for gemm, text in (("forward", forward), ("dgrad", dgrad), ("wgrad", wgrad)):
-            if text is not None:
-                stage.set_gemm(gemm, text)
-        for operand, text in _operand_formats(operands).items():
-            stage.set_operand(*OPERANDS[operand], text)
-        if softmax is not None:
-            stage.softmax = Softmax.parse(softmax)
-    return draft.recipe(name)
+    recipe = _recipe(name)
+    parts = {"linear": linear, "qk": qk, "pv": pv, "router": router, "product": product}
+    gemms = {"forward": forward, "dgrad": dgrad, "wgrad": wgrad}
+    change = partial(
+        _with_formats,
+        parts={part: text for part, text in parts.items() if text is not None},
+        gemms={gemm: text for gemm, text in gemms.items() if text is not None},
+        operands=_operand_formats(operands),
+        softmax=None if softmax is None else Softmax.parse(softmax),
+    )
+    return recipe.in_each_stage(change).checked()
+
+
+def _with_formats(
+    stage: Recipe,
+    parts: Mapping[str, str],
+    gemms: Mapping[str, str],
+    operands: Mapping[str, str],
+    softmax: Softmax | None,
+) -> Recipe:
+    """The recipe with the formats that options request, see `parse_recipe`; operands by their names in OPERANDS. All
+    operands of a part change at once, because they have to go together."""
+    made = {}
+    for name, part in stage.by_name().items():
+        kind = name if name in PARTS else "linear"
+        changes: dict[str, Any] = {}
+        requested: dict[str, str] = {}
+        if (text := parts.get(kind)) is not None:
+            part = Part(str(Spec.of(text)), part.formats)
+            changes |= _formats_of(text, backward=kind not in ("qk", "pv"))
+        for gemm, text in gemms.items() if kind == "linear" else ():
+            whole = _formats_of(text)
+            fields = [operand.field for operand in LINEAR_OPERANDS if operand.gemm == gemm]
+            changes |= {field: whole[field] for field in fields}
+            requested |= dict.fromkeys(fields, str(Spec.of(text)))
+        for operand, text in operands.items():
+            of, field = OPERANDS[operand]
+            if of == kind:
+                changes[field], requested[field] = _specs(text)[0], str(Spec.of(text))
+        if kind == "pv" and softmax is not None:
+            changes["softmax"] = softmax
+        made[name] = part.changed(name, changes, requested)
+    return stage.with_parts(made)

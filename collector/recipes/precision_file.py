@@ -28,8 +28,7 @@ from typing import Any
 
 from binade.collector.errors import raising
 from binade.collector.models.site import SEPARATE, megatron_paths
-from binade.collector.recipes.draft import Formats, RecipeDraft
-from binade.collector.recipes.files import PUBLISHED, as_table, as_text, check_keys, excerpt, read_draft
+from binade.collector.recipes.files import PUBLISHED, as_table, as_text, check_keys, excerpt, read_recipe
 from binade.collector.recipes.foreign_config import recognized
 from binade.collector.recipes.recipe import (
     BF16,
@@ -43,7 +42,7 @@ from binade.collector.recipes.recipe import (
     RecipeError,
 )
 from binade.data.tensor_kinds import OF_ROUNDED
-from binade.quant.specs import OPERAND_FIELDS, Spec
+from binade.quant.specs import OPERAND_FIELDS, GemmFormats, Spec
 
 ALL = "*"
 MOST_VALUES = 100_000  # of a file, with those of its aliases
@@ -87,23 +86,23 @@ class Config:
 
 
 @cache
-def precisions() -> dict[str, tuple[dict[str, str], Formats]]:
+def precisions() -> dict[str, tuple[dict[str, str], GemmFormats]]:
     """The training_recipe and the specs of what a linear layer can have, by a name."""
-    choices: dict[str, tuple[dict[str, str], Formats]] = {BF16: ({}, dict.fromkeys(OPERAND_FIELDS))}
+    choices: dict[str, tuple[dict[str, str], GemmFormats]] = {BF16: ({}, GemmFormats())}
     for name, published in PUBLISHED_AS.items():
-        formats = read_draft(PUBLISHED[published], published).formats["linear"]
+        formats = read_recipe(PUBLISHED[published], published).linear.formats
         if name == "nvfp4":
             choices[name] = {FP4: name}, formats
             continue
         family = "mxfp8" if name == "mxfp8" else "fp8"
         for fp8_format, element in ELEMENTS.items():
-            gradients = {
-                field: spec and Spec.of(f"{family}_{element}", **spec.options())
-                for field, spec in formats.items()
-                if field.endswith("grad")
+            gradients: dict[str, Any] = {
+                field: Spec.of(f"{family}_{element}", **spec.options())
+                for field in OPERAND_FIELDS
+                if field.endswith("grad") and (spec := formats[field])
             }
             training = {FP8: name, FP8_FORMAT: fp8_format}
-            choices[_name(training)] = training, formats | gradients
+            choices[_name(training)] = training, replace(formats, **gradients)
     return choices
 
 
@@ -139,9 +138,9 @@ def _load(content: str) -> tuple[object, bool]:
         loader.dispose()
 
 
-def draft_of(content: str, quant_type: str, base: RecipeDraft | None = None) -> RecipeDraft:
-    """The recipe in a file, as a draft whose modules are the patterns. quant_type is recorded for what it quantizes.
-    base: the recipe of the layers that no pattern matches; it is changed.
+def read(content: str, name: str, base: Recipe | None = None) -> Recipe:
+    """The recipe in a file, whose modules are the patterns. name is also the quant type of what it quantizes.
+    base: the recipe of the layers that no pattern matches.
 
     Raises RecipeError.
     """
@@ -156,13 +155,13 @@ def draft_of(content: str, quant_type: str, base: RecipeDraft | None = None) -> 
     sections = _checked(loaded, {"configs": (), "matchers": ()}, "the file")
     configs = {name: _config(config, f"configs.{name}") for name, config in _entries(sections, "configs")}
     matched: dict[str, str] = {}  # the config by pattern
-    for name, entry in _entries(sections, "matchers"):
+    for key, entry in _entries(sections, "matchers"):
         if not configs:
-            raise RecipeError(f"matchers.{name} names a config, but configs is empty")
-        matcher = _checked(entry, {**MATCHER, "config": tuple(configs)}, f"matchers.{name}")
-        pattern = as_text(matcher["pattern"], f"matchers.{name}.pattern")
+            raise RecipeError(f"matchers.{key} names a config, but configs is empty")
+        matcher = _checked(entry, {**MATCHER, "config": tuple(configs)}, f"matchers.{key}")
+        pattern = as_text(matcher["pattern"], f"matchers.{key}.pattern")
         if not GLOB.match(pattern):
-            raise RecipeError(f"matchers.{name}.pattern is {pattern!r}: expected a glob of paths, such as *.linear_fc2")
+            raise RecipeError(f"matchers.{key}.pattern is {pattern!r}: expected a glob of paths, such as *.linear_fc2")
         if matcher["enabled"] and ALL not in matched:
             matched.setdefault(pattern, matcher["config"])
     quantizing = [configs[name] for name in matched.values() if configs[name].precision != BF16]
@@ -172,42 +171,41 @@ def draft_of(content: str, quant_type: str, base: RecipeDraft | None = None) -> 
             "which is not in the file: write the recipe that stands for them in front of the file's path, as in "
             "te_mxfp8+FILE.yaml, or add the pattern as the last matcher"
         )
-    draft = base or RecipeDraft()
-    for stage in draft.stages():
-        _apply(stage, {pattern: configs[name] for pattern, name in matched.items()}, quant_type, base is not None)
-    unused = [f"{key} of {name}" for name in dict.fromkeys(matched.values()) for key in configs[name].unused]
-    if draft.keep and any(config.in_bf16 for config in quantizing):
-        unused.append(f"{IN_BF16} in {draft.keep}, which the recipe keeps in bf16")
-    draft.about = replace(draft.about, leaves_out=(*draft.about.leaves_out, *unused))
-    return draft
+    by_pattern = {pattern: configs[config] for pattern, config in matched.items()}
+    recipe = base or Recipe(name)
+    recipe = recipe.in_each_stage(lambda stage: _matched(replace(stage, name=name), by_pattern, base is not None))
+    unused = [f"{key} of {config}" for config in dict.fromkeys(matched.values()) for key in configs[config].unused]
+    if recipe.keep and any(config.in_bf16 for config in quantizing):
+        unused.append(f"{IN_BF16} in {recipe.keep}, which the recipe keeps in bf16")
+    return replace(recipe, about=replace(recipe.about, leaves_out=(*recipe.about.leaves_out, *unused)))
 
 
-def draft_of_json(content: str, quant_type: str) -> RecipeDraft:
-    """As `draft_of`, from JSON, which is YAML but for its tabs."""
-    return draft_of(content.replace("\t", " "), quant_type)
+def read_json(content: str, name: str) -> Recipe:
+    """The recipe in a precision file that is JSON, which is YAML but for its tabs. Raises RecipeError."""
+    return read(content.replace("\t", " "), name)
 
 
-def _apply(stage: RecipeDraft, matched: Mapping[str, Config], quant_type: str, has_base: bool) -> None:
-    """Set the formats of the matched layers in a recipe. Patterns of the recipe itself come after those of the file.
+def _matched(stage: Recipe, matched: Mapping[str, Config], has_base: bool) -> Recipe:
+    """The recipe with the formats of the matched layers. Patterns of the recipe itself come after those of the file.
 
     Raises RecipeError.
     """
-    earlier = {part: stage.formats.pop(part) for part in stage.linears[1:]}
-    if ALL in matched:
-        earlier = {}
-    if names := [part for part in earlier if not GLOB.match(part.removeprefix(f"{MODULES}."))]:
+    earlier = {} if ALL in matched else dict(stage.modules)
+    if names := [module for module in earlier if not GLOB.match(module)]:
         raise RecipeError(
-            f"the recipe in front of the file has formats for {names[0]}, which would come before the file's patterns: "
-            "choose a recipe that treats all linear layers alike, or write both into one .toml file"
+            f"the recipe in front of the file has formats for {MODULES}.{names[0]}, which would come before "
+            "the file's patterns: choose a recipe that treats all linear layers alike, or write both into one .toml "
+            "file"
         )
-    in_bf16 = has_base and not any(stage.formats["linear"].values())
+    in_bf16 = has_base and not stage.linear.formats.quantized
+    parts = {}
     for pattern, config in matched.items():
-        part = "linear" if pattern == ALL else f"{MODULES}.{pattern}"
         precision = BF16 if in_bf16 and not config.in_bf16 else config.precision
-        stage.formats.setdefault(part, {})
-        stage.set(part, precisions()[precision][1])
-        stage.request(part, quant_type)
-    stage.formats |= {part: formats for part, formats in earlier.items() if part not in stage.formats}
+        formats = replace(precisions()[precision][1], of_rounded=())
+        parts[pattern] = Part.requested(stage.name, formats)
+    linear = parts.pop(ALL, stage.linear)
+    modules = parts | {module: part for module, part in earlier.items() if module not in parts}
+    return replace(stage, linear=linear, modules=tuple(modules.items()))
 
 
 def _entries(sections: Mapping[str, Any], name: str) -> list[tuple[Any, Any]]:

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from binade.collector.errors import ConfigError
+from binade.collector.errors import ConfigError, raising
 from binade.collector.models.site import Site
 from binade.data.tensor_kinds import OF_ROUNDED, Product
 from binade.quant.formats import BF16 as BF16
-from binade.quant.specs import OPERAND_FIELDS, GemmFormats, KVCache, Smooth, Spec
+from binade.quant.specs import OPERAND_FIELDS, GemmFormats, KVCache, Smooth, Spec, SpecError
 
 MODULES = "modules"
 NAMED_FORMATS = ("mxfp8", "mxfp4", "hifp8")
@@ -70,6 +70,9 @@ PARTS = {
 # Every operand by its name: linear.dgrad.grad_output -> (linear, dgrad_grad)
 OPERANDS = {f"{part}.{o.gemm}.{o.name}": (part, o.field) for part, operands in PARTS.items() for o in operands}
 
+GRADIENTS = ("dgrad_grad", "wgrad_grad")
+REUSED_OPERANDS = ("dgrad_b", "wgrad_a")  # the backward operands that enter the forward product too
+
 
 @dataclass(frozen=True)
 class Part:
@@ -84,6 +87,27 @@ class Part:
     formats: GemmFormats = field(default_factory=GemmFormats)
     overrides: tuple[tuple[str, str], ...] = ()
 
+    @classmethod
+    def requested(cls, quant_type: str, formats: GemmFormats) -> Part:
+        """The part whose quantized operands all have this quant type; the others are in bf16."""
+        plain = tuple((field, BF16) for field in sorted(OPERAND_FIELDS) if formats[field] is None)
+        return cls(BF16, formats) if len(plain) == len(OPERAND_FIELDS) else cls(quant_type, formats, plain)
+
+    def changed(self, name: str, changes: Mapping[str, Any], requested: Mapping[str, str] | None = None) -> Part:
+        """The part with other values of these fields of GemmFormats. Operands with another spec are rounded from the
+        original, unless `of_rounded` is among the changes.
+
+        name: of the part in a recipe, such as "linear" or "modules.fc2". requested: what was requested for single
+        operands. Raises SpecError, which names the part, if its operands do not go together.
+        """
+        rounded = tuple(field for field in self.formats.of_rounded if field not in changes)
+        values = {"of_rounded": rounded, **changes}
+        with raising(SpecError, name, SpecError):
+            formats = replace(self.formats, **values)
+        overrides = {**dict(self.overrides), **(requested or {})}
+        different = sorted((field, text) for field, text in overrides.items() if text != self.quant_type)
+        return Part(self.quant_type, formats, tuple(different))
+
     def quant_type_of(self, field: str) -> str:
         """The requested format of an operand: "mxfp8" even if that rounds a gradient to mxfp8_e5m2. It is recorded as
         the tensor's quant_type. The result of a GEMM has the quant type of its first operand."""
@@ -91,6 +115,14 @@ class Part:
         if cache and cache.operand == field and self.formats[field] is None:
             return str(cache.spec)
         return dict(self.overrides).get(field, self.quant_type)
+
+    @property
+    def text(self) -> str:
+        """What was requested, with the spec of gradients if that is another one: "mxfp8 (gradients mxfp8_e5m2)"."""
+        gradients = sorted({str(spec) for field in GRADIENTS if (spec := self.formats[field])})
+        if self.rounded_to("forward_a") != self.quant_type or gradients in ([], [self.quant_type]):
+            return self.quant_type
+        return f"{self.quant_type} (gradients {', '.join(gradients)})"
 
     @property
     def in_training(self) -> Part:
@@ -249,6 +281,30 @@ class Recipe:
     kv_cache: KvCache | None = None
     about: About = field(default_factory=About)
 
+    def with_parts(self, parts: Mapping[str, Part]) -> Recipe:
+        """The recipe with these parts in place of those of the same names, or in addition: "linear", "modules.fc2"."""
+        made = {**self.by_name(), **parts}
+        named: dict[str, Any] = {name: made.pop(name) for name in PARTS}
+        modules = tuple((name.removeprefix(f"{MODULES}."), part) for name, part in made.items())
+        return replace(self, **named, modules=modules)
+
+    def checked(self) -> Recipe:
+        """The recipe itself. Raises SpecError if it subtracts a mean over tokens in a product of attention or a
+        declared one: parts are checked together, because an option may replace the format of one of them."""
+        for stage in (self, *(stage for _, stage in self.schedule)):
+            for name in ("qk", "pv", "product"):
+                formats = stage.by_name()[name].formats
+                if any(spec.centered for field in OPERAND_FIELDS if (spec := formats[field])):
+                    raise SpecError(
+                        f"{name}: center=tokens applies to linear layers only: write linear_nvfp4(center=tokens), and "
+                        "give qk, pv and product formats of their own, as with --qk-quant"
+                    )
+        return self
+
+    def in_each_stage(self, change: Callable[[Recipe], Recipe]) -> Recipe:
+        """The recipe with a change in the first stage and in those of the schedule."""
+        return replace(change(self), schedule=tuple((start, change(stage)) for start, stage in self.schedule))
+
     def linear_of(self, site: Site) -> Part:
         """The part of a linear layer."""
         modules = dict(self.modules)
@@ -392,14 +448,15 @@ class Recipe:
         return (self.state or self.communication or self.kv_cache) is not None or self.quantizes
 
     def describe(self) -> str:
-        """linear mxfp8, qk bf16, pv bf16; for a part with overrides: linear (forward mxfp8 x mxfp4, ...)"""
+        """linear mxfp4, qk bf16, pv bf16; for a part with overrides: linear (forward mxfp8 x mxfp4, ...). Gradients
+        of another format are named: linear mxfp8 (gradients mxfp8_e5m2)."""
         described = []
         for name, part in (self.parts() | dict(self.modules)).items():
             gemms: dict[str, dict[str, None]] = {}
             for operand in PARTS.get(name, LINEAR_OPERANDS):
                 gemms.setdefault(operand.gemm, {})[part.rounded_to(operand.field)] = None
             mixed = ", ".join(f"{gemm} {' x '.join(formats)}" for gemm, formats in gemms.items())
-            described.append(f"{name} ({mixed})" if part.overrides else f"{name} {part.quant_type}")
+            described.append(f"{name} ({mixed})" if part.overrides else f"{name} {part.text}")
         if self.pv.formats.softmax.tile:
             described.append(f"softmax {self.pv.formats.softmax}")
         if self.qk.formats.smooth is not Smooth.NONE:

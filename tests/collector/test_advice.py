@@ -18,7 +18,7 @@ from binade.collector.advice.advice import AdviceRequest, advise
 from binade.collector.advice.costs import FORWARD, GROUPS, OPERAND, AdviceError, Costs, costs, operands_of
 from binade.collector.jobs import store
 from binade.collector.models.site import Site
-from binade.collector.recipes.files import read_draft, to_toml
+from binade.collector.recipes.files import read_recipe, to_toml
 from binade.collector.recipes.parse import parse_recipe
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
@@ -116,7 +116,7 @@ def test_the_recipe_is_the_choice(found, tmp_path):
     advice = advise(found, AdviceRequest(6))
     path = tmp_path / "mine.toml"
     path.write_text(to_toml(advice.recipe("mine")))
-    recipe = read_draft(path, "mine").recipe("mine")
+    recipe = read_recipe(path, "mine")
     for row in advice.chosen.itertuples():
         part = recipe.linear_of(Site(row.layer_index, row.module))
         assert part.rounded_to(row.field) == row.spec

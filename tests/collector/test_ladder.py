@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import scipy.stats
 
-from binade.collector.recipes.draft import INGREDIENTS
 from binade.collector.recipes.files import PUBLISHED
+from binade.collector.recipes.ingredients import INGREDIENTS
 from binade.collector.recipes.ladder import ladder, ladders, without
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import RecipeError

@@ -21,10 +21,9 @@ from binade.collector.capture.adapters.layer import InstrumentError
 from binade.collector.models.registry import MODELS
 from binade.collector.models.shape import Shape
 from binade.collector.models.site import Site
-from binade.collector.recipes.files import draft_of as toml_draft
-from binade.collector.recipes.files import label, to_toml
+from binade.collector.recipes.files import from_toml, label, to_toml
 from binade.collector.recipes.parse import parse_recipe
-from binade.collector.recipes.precision_file import draft_of, write
+from binade.collector.recipes.precision_file import read, write
 from binade.collector.recipes.recipe import GLOB, Communication, Part, Recipe, RecipeError, StateRounding
 from binade.data.catalog import Catalog
 from binade.quant.specs import OPERAND_FIELDS, Softmax, Spec
@@ -150,8 +149,8 @@ PIECES = (
 def test_every_layer_gets_what_megatron_gives_it(patterns):
     """The first pattern that matches decides."""
     text = file_of({pattern: name for pattern, name in patterns.items() if pattern != "*"} | {"*": "mxfp8"})
-    recipe, parsed = draft_of(text, "mine").recipe("mine"), RecipeConfig.from_config_dict(yaml.safe_load(text))
-    again = toml_draft(to_toml(recipe), "mine").recipe("mine")
+    recipe, parsed = read(text, "mine"), RecipeConfig.from_config_dict(yaml.safe_load(text))
+    again = from_toml(to_toml(recipe), "mine")
     for site in {*linears(LLAMA), *linears(BOTTLENECK)}:
         if site.expert is None:
             expected = megatrons(get_quant_config_or_none(site.megatron_paths[0], parsed))
@@ -161,7 +160,7 @@ def test_every_layer_gets_what_megatron_gives_it(patterns):
 def test_experts_are_matched_as_a_group_and_one_by_one():
     patterns = {"*local_experts.3.*": "bf16", "*mlp.experts.linear_fc2": "nvfp4", "*shared_experts*": "blockwise"}
     patterns["*layers.2.mlp.*"] = "nvfp4"
-    recipe = draft_of(file_of({**patterns, "*": "mxfp8"}), "mine").recipe("mine")
+    recipe = read(file_of({**patterns, "*": "mxfp8"}), "mine")
     for site, name in (
         (Site(2, "fc1", 3), "bf16"),
         (Site(2, "fc2", 2), "te_nvfp4"),
@@ -180,9 +179,9 @@ def test_layers_without_a_pattern_are_in_bf16_only_if_the_file_says_so():
     """Else Megatron's own options decide."""
     for patterns in (ATTENTION, {"*mixer.out_proj": "mxfp8", **ATTENTION}):
         with pytest.raises(RecipeError, match='no matcher has the pattern "\\*"'):
-            draft_of(file_of(patterns), "mine")
+            read(file_of(patterns), "mine")
     own = config({"fp8_quantization_recipe": "mxfp8", "override_nonquantized_autocast": True})
-    recipe = draft_of(file_of({"*.linear_fc2": "own", **ATTENTION}, own=own), "mine").recipe("mine")
+    recipe = read(file_of({"*.linear_fc2": "own", **ATTENTION}, own=own), "mine")
     assert ours(recipe, Site(1, "fc2")) == EXPECTED["te_mxfp8"] and ours(recipe, Site(1, "fc1")) == BF16
 
 
@@ -191,17 +190,15 @@ def test_what_is_not_used_is_reported():
     training = {"fp8_quantization_recipe": "mxfp8", "fp8_param": True, "tp_only_amax_red": False}
     same = config(CONFIGS["mxfp8"], evaluation_recipe=CONFIGS["mxfp8"])
     other = config(training, evaluation_recipe={})
-    recipe = draft_of(file_of({"*fc1": "same", "*": "other"}, same=same, other=other, third=other), "mine").recipe(
-        "mine"
-    )
+    recipe = read(file_of({"*fc1": "same", "*": "other"}, same=same, other=other, third=other), "mine")
     assert recipe.about.leaves_out == ("fp8_param of other", "evaluation_recipe of other")
 
 
 def test_a_disabled_matcher_matches_nothing():
     text = file_of({"*fc2": "bf16", "*": "mxfp8"}).replace("enabled: true", "enabled: false", 1)
-    assert draft_of(text, "mine").recipe("mine").modules == ()
+    assert read(text, "mine").modules == ()
     missing = file_of({"*fc2": "bf16", "*": "mxfp8"}).replace("    enabled: true\n", "", 1)
-    assert draft_of(missing, "mine").recipe("mine").modules == ()
+    assert read(missing, "mine").modules == ()
 
 
 def part(name: str) -> Part:
@@ -362,9 +359,9 @@ def test_a_pattern_that_matches_no_layer_is_a_note(tmp_path: Path, command, caps
 )
 def test_layers_that_no_pattern_matches_are_those_of_the_recipe_in_front(patterns):
     text = file_of(patterns)
-    base = toml_draft(to_toml(parse_recipe("te_block")), "te_block")
-    recipe, parsed = draft_of(text, "mine", base).recipe("mine"), RecipeConfig.from_config_dict(yaml.safe_load(text))
-    again = toml_draft(to_toml(recipe), "mine").recipe("mine")
+    base = from_toml(to_toml(parse_recipe("te_block")), "te_block")
+    recipe, parsed = read(text, "mine", base), RecipeConfig.from_config_dict(yaml.safe_load(text))
+    again = from_toml(to_toml(recipe), "mine")
     for site in {*linears(LLAMA), *linears(BOTTLENECK)}:
         if site.expert is None:
             found = get_quant_config_or_none(site.megatron_paths[0], parsed)
@@ -426,7 +423,7 @@ def test_aliases_that_would_fill_the_memory_are_refused(first: str, value: str):
     lines = [f"a0: &a0 {first}", *(f"a{i}: &a{i} {value.replace('*', f'*a{i - 1}')}" for i in range(1, 40))]
     for text in ("\n".join(lines), "configs: &a\n  x: *a\nmatchers: {}\n"):
         with pytest.raises(RecipeError, match="more than 100,000 values"):
-            draft_of(text, "mine")
+            read(text, "mine")
 
 
 def test_an_alias_means_what_it_refers_to():
@@ -434,4 +431,4 @@ def test_an_alias_means_what_it_refers_to():
     document = yaml.safe_load(text)
     document["configs"]["same"] = document["configs"]["mxfp8"]
     assert "*id001" in (written := yaml.safe_dump(document, sort_keys=False))
-    assert draft_of(written, "mine").recipe("mine") == draft_of(text, "mine").recipe("mine")
+    assert read(written, "mine") == read(text, "mine")

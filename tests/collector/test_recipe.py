@@ -412,6 +412,22 @@ def test_it_is_said_that_plain_mxfp8_has_another_element_for_gradients(recipe, i
         assert both == "Plain mxfp8 rounds gradients to mxfp8_e5m2, and nothing else to it."
 
 
+@pytest.mark.parametrize(
+    ("recipe", "text"),
+    [
+        ("linear_mxfp8", "linear mxfp8 (gradients mxfp8_e5m2), qk bf16, pv bf16"),
+        (
+            "linear_mxfp8(scale=rceil)",
+            "linear mxfp8(scale=rceil) (gradients mxfp8_e5m2(scale=rceil)), qk bf16, pv bf16",
+        ),
+        ("linear_mxfp8_e4m3", "linear mxfp8, qk bf16, pv bf16"),
+        ("FA_mxfp8", "linear bf16, qk mxfp8, pv bf16"),
+    ],
+)
+def test_the_text_of_a_recipe_has_the_format_of_gradients(recipe, text):
+    assert parse_recipe(recipe).describe() == text
+
+
 def test_a_recipe_without_its_scale_keeps_its_blocks():
     formats = parse_recipe("deepseek_v3(without=scale)").linear.formats
     assert str(formats.forward_a) == "fp8_e4m3(block=1x128)" and str(formats.forward_b) == "fp8_e4m3(block=128x128)"

@@ -15,8 +15,8 @@ from torch import nn
 from binade.collector import Recorder, instrument
 from binade.collector.capture.adapters.layer import InstrumentError
 from binade.collector.models.site import Site
-from binade.collector.recipes.draft import INGREDIENTS
-from binade.collector.recipes.files import PUBLISHED, draft_of, to_toml
+from binade.collector.recipes.files import PUBLISHED, from_toml, to_toml
+from binade.collector.recipes.ingredients import INGREDIENTS
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import Recipe, RecipeError
 from binade.collector.recipes.selection import SelectionError
@@ -101,7 +101,7 @@ def test_published_recipes_are_those_of_their_sources(name):
 @pytest.mark.parametrize("name", [*EXPECTED, "mxfp8", "linear_nvfp4(block=16x16)", "FA_hifp8"])
 def test_a_written_recipe_reads_as_it_was(name):
     recipe = parse_recipe(name)
-    again = draft_of(to_toml(recipe), name).recipe(name)
+    again = from_toml(to_toml(recipe), name)
     assert again.lines() == recipe.lines() and (again.keep, again.about) == (recipe.keep, recipe.about)
     assert again.deoscillation == recipe.deoscillation
 
@@ -117,11 +117,11 @@ def test_experts_have_a_table_of_their_own():
 def test_a_weight_has_no_tokens_whose_mean_a_whole_gemm_subtracts():
     centered = "nvfp4(center=tokens)"
     text = "".join(f'linear.{gemm} = "{centered}"\n' for gemm in ("forward", "dgrad", "wgrad"))
-    recipe = draft_of(text, "mine").recipe("mine")
+    recipe = from_toml(text, "mine")
     assert six(recipe) == (centered, "nvfp4", centered, "nvfp4", centered, centered)
-    assert draft_of(to_toml(recipe), "mine").recipe("mine").linear.formats == recipe.linear.formats
+    assert from_toml(to_toml(recipe), "mine").linear.formats == recipe.linear.formats
     with pytest.raises(SpecError, match="a weight has no tokens"):
-        draft_of(f'linear.forward.weight = "{centered}"\n', "mine").recipe("mine")
+        from_toml(f'linear.forward.weight = "{centered}"\n', "mine")
 
 
 def test_the_backward_pass_can_run_in_bf16_on_rounded_operands_or_originals():
@@ -179,7 +179,7 @@ def test_everything_that_a_file_may_say(tmp_path):
     assert six(second) == (None, None, None, None, None, "*mxfp8")
     assert six(third) == (None, None, None, "hifp8", None, "*mxfp8")
     assert str(third.qk.formats.forward_b) == "mxfp8"
-    assert draft_of(to_toml(recipe), "mine").recipe("mine") == recipe
+    assert from_toml(to_toml(recipe), "mine") == recipe
     changed = [line for line in recipe.lines() if line.startswith("from")]
     assert len(changed) == 4 and changed[-1].startswith("from 50%: ")
 
@@ -307,7 +307,7 @@ def test_state_and_communication_are_described_written_and_left_out(tmp_path):
     ]
     state = f"state (exp_avg {fp8}, exp_avg_sq bf16, master_weight bf16(rounding=stochastic))"
     assert recipe.describe().endswith(f"pv bf16, {state}, communication (all_to_all {pow2})") and recipe.quantized
-    assert draft_of(to_toml(recipe), "mine").recipe("mine") == recipe
+    assert from_toml(to_toml(recipe), "mine") == recipe
     without = {name: parse_recipe(f"{tmp_path}/mine.toml(without={name})") for name in ("state", "communication")}
     assert without["state"] == replace(recipe, name="mine(without=state)", state=None)
     assert without["communication"] == replace(recipe, name="mine(without=communication)", communication=None)
@@ -315,7 +315,7 @@ def test_state_and_communication_are_described_written_and_left_out(tmp_path):
     assert nearest.state == replace(recipe.state, master_weight=Spec.of("bf16"))
     scale = parse_recipe(f"{tmp_path}/mine.toml(without=scale)")
     assert str(scale.communication) == f"all_to_all {fp8}" and scale.state == recipe.state
-    assert draft_of("[state]\n[linear]\nforward = 'mxfp8'", "mine").recipe("mine").state is None
+    assert from_toml("[state]\n[linear]\nforward = 'mxfp8'", "mine").state is None
 
 
 def test_keep_and_schedule_can_be_left_out(tmp_path):

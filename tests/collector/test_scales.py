@@ -17,7 +17,7 @@ from binade.collector.advice.costs import AdviceError
 from binade.collector.advice.scales import OPERAND, Sweep, best_blocks, best_margin, recipe, sweep
 from binade.collector.errors import ConfigError
 from binade.collector.models.site import Site
-from binade.collector.recipes.files import read_draft, to_toml
+from binade.collector.recipes.files import read_recipe, to_toml
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.quant.formats import FORMATS
@@ -192,7 +192,7 @@ def test_the_recipe_has_the_margins_and_trains(tmp_path):
     found = Sweep("hifp8", pd.concat(trials), pd.DataFrame(), pd.DataFrame(), 36, 0)
     path = tmp_path / "mine.toml"
     path.write_text(to_toml(recipe(found, "mine", 4)))
-    read = read_draft(path, "mine").recipe("mine")
+    read = read_recipe(path, "mine")
     specs = {name: f"hifp8(scale=pow2, history=4, margin={margin})" for name, margin in names.items()}
     specs["input"] = "hifp8(scale=pow2, history=4)"
     for site, gradient in ((Site(1, "fc1"), specs["grad_output"]), (Site(1, "fc2"), specs["grad_output"][:-3] + "2)")):
@@ -221,7 +221,7 @@ def test_the_command_writes_a_recipe(root, tmp_path, command, capsys):
     out, _ = capsys.readouterr()
     assert "linear fc2 grad_output" in out and f"binade run --recipe {path}" in out
     assert command("scales", str(root), "--output", str(path)) == 2 and "exists" in capsys.readouterr().err
-    specs = read_draft(path, "mine").recipe("mine").linear.formats
+    specs = read_recipe(path, "mine").linear.formats
     assert all(specs[field].history == 3 for field in ("forward_a", "forward_b", "dgrad_grad"))
 
 

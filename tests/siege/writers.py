@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 
-from binade.app.jobs import recipe_table
+from binade.app.jobs import saved_recipes
 from binade.app.report import writer as reports
 from binade.app.sessions import session as sessions
 from binade.app.sessions import storage
@@ -19,6 +19,7 @@ from binade.collector import jobs
 from binade.collector.cli.jobs import add_line
 from binade.collector.jobs import store as queue
 from binade.collector.jobs.processes import boot, host
+from binade.collector.recipes.files import to_toml
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import RecipeError
 from binade.data.events import Event, EventKind, append_event, read_events
@@ -151,13 +152,13 @@ def _jobs(place: Path, turns: int) -> None:
 
 def _recipe(place: Path, who: int, turn: int) -> None:
     """Of two that save a new recipe under one name, one is told that it exists."""
-    path = recipe_table.path_of(place, f"r{turn}")
+    path = saved_recipes.path_of(place, f"r{turn}")
     try:
-        recipe_table.save(path, parse_recipe(("mxfp8", "mxfp4")[who]))
+        saved_recipes.save(path, to_toml(parse_recipe(("mxfp8", "mxfp4")[who])))
         (place / f"saved {turn} {who}").touch()
     except RecipeError:
         (place / f"refused {turn} {who}").touch()
-    recipe_table.save(path, parse_recipe("nvfp4"), replace=True)
+    saved_recipes.save(path, to_toml(parse_recipe("nvfp4")), replace=True)
 
 
 def _recipes(place: Path, turns: int) -> None:

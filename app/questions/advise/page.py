@@ -8,7 +8,7 @@ import streamlit as st
 
 from binade.app.address import link
 from binade.app.formatting import plain
-from binade.app.jobs import recipe_table
+from binade.app.jobs import saved_recipes
 from binade.app.questions import layout
 from binade.app.questions.advise.question import advice_of
 from binade.app.questions.shared.scope import Scope
@@ -56,9 +56,9 @@ def _recipe(selection: Selection, values: dict[str, Any], view: View) -> None:
         return
     root = selection.opened.root
     try:
-        path = recipe_table.path_of(root, name)
+        path = saved_recipes.path_of(root, name)
         runs = verification(selection.opened, advice, str(path), int(seeds), int(iterations))
-        recipe_table.save(path, advice.recipe(name))
+        saved_recipes.save(path, to_toml(advice.recipe(name)))
         queue_verification(root, runs, name)
     except FAILED as error:
         st.error(plain(f"Nothing was queued: {error}."), icon=":material/error:")

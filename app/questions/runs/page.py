@@ -14,7 +14,7 @@ import streamlit as st
 from binade.app import address
 from binade.app.figure import Column
 from binade.app.formatting import bytes_text, plain
-from binade.app.jobs.recipe_table import is_recipe
+from binade.app.jobs.saved_recipes import is_recipe
 from binade.app.questions import layout
 from binade.app.questions.shared.runs import every_run, matching, run_titles, with_plain_runs
 from binade.app.questions.shared.scope import Scope

@@ -16,7 +16,8 @@ from binade.collector.capture.adapters.attention import attend
 from binade.collector.models.attention import CoreAttention, CoreBegin
 from binade.collector.models.parallel import Call
 from binade.collector.models.site import Site
-from binade.collector.recipes.files import draft_of, to_toml
+from binade.collector.recipes.files import from_toml, to_toml
+from binade.collector.recipes.ingredients import leave_out
 from binade.collector.recipes.recipe import Recipe, RecipeError
 from binade.quant.gemm import Rounding
 from binade.quant.options import Smooth, Softmax
@@ -41,7 +42,7 @@ passes = "all"
 
 
 def made(text: str) -> Recipe:
-    return draft_of(text, "mine").recipe("mine")
+    return from_toml(text, "mine")
 
 
 @pytest.mark.parametrize("smooth", ["key", "query+key"])
@@ -134,7 +135,7 @@ def test_smooth_is_kept_in_a_schedule_and_left_out_by_name():
     assert [stage.qk.formats.smooth for _, stage in recipe.stages(None)] == [Smooth.KEY] * 2
     assert recipe.pv.formats.smooth is Smooth.NONE and "smooth key" in recipe.describe()
     assert any(line.split() == ["qk.smooth", "tokens", "key"] for line in recipe.lines())
-    draft = draft_of(to_toml(recipe), "mine")
-    assert all(stage.leave_out("smooth") for stage in draft.stages())
+    plain = leave_out(recipe, "smooth")
+    assert [stage.qk.formats.smooth for _, stage in plain.stages(None)] == [Smooth.NONE] * 2
     with pytest.raises(RecipeError, match=r"qk\.smooth: smooth=value is not known"):
         made('[qk]\nsmooth = "value"')

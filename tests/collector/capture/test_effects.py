@@ -17,7 +17,7 @@ from binade.collector import instrument
 from binade.collector.capture.effects import BY, BlockOutputs, measuring, recipes_of, tasks_of
 from binade.collector.errors import ConfigError
 from binade.collector.models.site import Site
-from binade.collector.recipes.files import draft_of
+from binade.collector.recipes.files import from_toml
 from binade.data.effects import EffectGroup, read_effects
 from binade.data.runs import list_runs
 from binade.data.tensor_kinds import Product
@@ -62,7 +62,7 @@ def test_equal_to_two_passes_of_instrument(group: EffectGroup, recipe: str):
         found = measured.rounded(recipes_of(["mxfp4"])["mxfp4"], group)
         assert measured.reuses
     assert list(exact.losses) == plain(model, "bf16", given)
-    assert list(found.losses) == plain(model, draft_of(recipe, "own").recipe("own"), given)
+    assert list(found.losses) == plain(model, from_toml(recipe, "own"), given)
     assert found.losses != exact.losses
 
 
@@ -136,9 +136,7 @@ def test_a_block_that_runs_twice_is_computed_and_dropout_is_off():
     model.eval()
     with torch.no_grad():
         exact = loss(model, x).double().mean(-1)
-        with instrument(
-            model, draft_of("[modules.'layer2.0']\nforward = 'mxfp4'", "own").recipe("own"), backend="torch"
-        ):
+        with instrument(model, from_toml("[modules.'layer2.0']\nforward = 'mxfp4'", "own"), backend="torch"):
             rounded = loss(model, x).double().mean(-1)
     row = table[table["layer_index"] == 2].iloc[0]
     assert row["change_by_sequence"] == (rounded - exact).tolist() and np.isnan(row["divergence"])
@@ -167,7 +165,7 @@ def test_a_model_of_transformers(tmp_path, attention: str):
 
     arguments: dict[str, Any] = {"by": ["site", "part"], "root": tmp_path, "backend": "torch"}
     table = binade.measure(model, loss, batches, ["nvfp4"], **arguments)
-    recipe = draft_of("[modules.'layer2.fc2']\nforward = 'nvfp4'", "own").recipe("own")
+    recipe = from_toml("[modules.'layer2.fc2']\nforward = 'nvfp4'", "own")
     expected = [
         a - b for tokens in batches for a, b in zip(losses(recipe, tokens), losses("bf16", tokens), strict=True)
     ]

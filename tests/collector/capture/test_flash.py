@@ -16,7 +16,7 @@ from binade.collector.capture.adapters.layer import InstrumentError
 from binade.collector.models.attention import CoreAttention, CoreBegin
 from binade.collector.models.parallel import Call
 from binade.collector.models.site import Site
-from binade.collector.recipes.files import draft_of, to_toml
+from binade.collector.recipes.files import from_toml, to_toml
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import RecipeError
 from binade.quant.gemm import Rounding
@@ -144,11 +144,11 @@ def test_refusals(options: dict[str, Any], message: str):
 
 def test_a_recipe_file():
     text = '[pv]\nsoftmax = "flash(tile=64)"\nforward = "hifp8"\n\n[[schedule]]\nfrom = 10\npv.forward = "bf16"\n'
-    recipe = draft_of(text, "mine").recipe("mine")
+    recipe = from_toml(text, "mine")
     stages = [recipe, *(stage for _, stage in recipe.schedule)]
     assert [stage.pv.formats.softmax for stage in stages] == [Softmax(64)] * 2
     assert {str(stage.qk.formats.softmax) for stage in stages} == {"full"}
-    again = draft_of(to_toml(recipe), "mine").recipe("mine")
+    again = from_toml(to_toml(recipe), "mine")
     assert again.lines() == recipe.lines() and again.pv == recipe.pv
     assert "pv.softmax                  keys         flash(tile=64)" in recipe.lines()
     assert recipe.describe().endswith("softmax flash(tile=64)")
@@ -168,4 +168,4 @@ def test_a_recipe_file():
 )
 def test_a_wrong_recipe_file(text: str, message: str):
     with pytest.raises((RecipeError, SpecError), match=message):
-        draft_of(text, "mine").recipe("mine")
+        from_toml(text, "mine")

@@ -22,7 +22,7 @@ from binade.collector.capture.parity import gaps
 from binade.collector.models.attention import CoreAttention
 from binade.collector.models.model import GPTModel
 from binade.collector.models.registry import MODELS
-from binade.collector.recipes.files import draft_of, to_toml
+from binade.collector.recipes.files import from_toml, to_toml
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import Recipe, RecipeError
 from binade.data.effects import EffectGroup
@@ -62,7 +62,7 @@ per_head = in_numpy(lambda x: fp8(x, (0, 2, 3)))
 
 
 def recipe(cache: str, more: str = "") -> Recipe:
-    return draft_of(f"{more}\n[kv_cache]\n{cache}", "mine").recipe("mine")
+    return from_toml(f"{more}\n[kv_cache]\n{cache}", "mine")
 
 
 def logits_of(model: nn.Module, cache: str, more: str = "") -> Tensor:
@@ -104,7 +104,7 @@ def test_a_scale_for_each_head_and_products_that_round_too():
     )
     assert not torch.equal(per_head(torch.randn(2, 3, 4, 5)), by("fp8_e4m3")(torch.randn(2, 3, 4, 5)))
     both = logits_of(model, 'key = "fp8_e4m3"\nvalue = "nvfp4"', '[qk]\nforward = "mxfp8"\n[pv]\nsoftmax = "flash"')
-    more = draft_of('[qk]\nforward = "mxfp8"\n[pv]\nsoftmax = "flash"', "mine").recipe("mine")
+    more = from_toml('[qk]\nforward = "mxfp8"\n[pv]\nsoftmax = "flash"', "mine")
     with instrument(model, more, backend="torch"):
         assert torch.equal(both, rounding(model, by("fp8_e4m3"), by("nvfp4")))
 
@@ -177,7 +177,7 @@ def test_passes_that_train_are_as_without_a_cache():
 
     def gradients(text: str) -> list[Tensor]:
         model = build(2).train()
-        with instrument(model, draft_of(text, "mine").recipe("mine"), backend="torch"):
+        with instrument(model, from_toml(text, "mine"), backend="torch"):
             F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten()).backward()
         return [p.grad for p in model.parameters()]
 
@@ -234,7 +234,7 @@ def test_text_and_schedule():
     made = recipe(
         "key = 'fp8_e4m3'\nvalue = 'nvfp4'\nscale_of = 'layer'", "[[schedule]]\nfrom = 3\nlinear.forward = 'mxfp8'"
     )
-    again = draft_of(to_toml(made), "mine").recipe("mine")
+    again = from_toml(to_toml(made), "mine")
     assert again == made and made.quantized and made.schedule[0][1].kv_cache == made.kv_cache
     assert recipe("key = 'fp8_e4m3'").quantized and not recipe("key = 'fp8_e4m3'").quantizes
     assert made.tables() == {"kv_cache": {"key": "fp8_e4m3", "value": "nvfp4"}}

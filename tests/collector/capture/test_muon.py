@@ -19,7 +19,7 @@ from binade import quant
 from binade.app.view import View
 from binade.collector import Recorder, instrument
 from binade.collector.capture.optimizer_updates import muon_update, orthogonalized
-from binade.collector.recipes.files import draft_of, to_toml
+from binade.collector.recipes.files import from_toml, to_toml
 from binade.collector.recipes.recipe import RecipeError
 from binade.data.catalog import Catalog
 from binade.data.tensor_kinds import Other, tensor_names
@@ -203,11 +203,11 @@ def test_the_first_step_uses_the_momentum_as_it_is(tmp_path):
 
 
 def test_text():
-    made = draft_of('[state]\nmomentum_buffer = "muonq"\nexp_avg = "bf16"', "mine").recipe("mine")
-    assert draft_of(to_toml(made), "mine").recipe("mine") == made
+    made = from_toml('[state]\nmomentum_buffer = "muonq"\nexp_avg = "bf16"', "mine")
+    assert from_toml(to_toml(made), "mine") == made
     assert made.tables()["state"] == {"exp_avg": "bf16", "momentum_buffer": "muonq"}
     with pytest.raises(RecipeError, match=r"state\.exp_avg: unknown format 'muonq'"):
-        draft_of('[state]\nexp_avg = "muonq"', "mine")
+        from_toml('[state]\nexp_avg = "muonq"', "mine")
 
 
 PRODUCTS = tensor_names(Other.NEWTON_SCHULZ)

@@ -17,7 +17,7 @@ from binade.collector import instrument
 from binade.collector.capture.effects import measuring
 from binade.collector.capture.parity import Gap, gaps
 from binade.collector.errors import ConfigError
-from binade.collector.recipes.files import draft_of
+from binade.collector.recipes.files import from_toml
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import Recipe
 from binade.data.effects import EffectGroup
@@ -39,7 +39,7 @@ def evaluate(model: Any, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 def planted() -> Recipe:
     """mxfp8, with one layer in mxfp4."""
-    return draft_of(PLANTED, "planted").recipe("planted")
+    return from_toml(PLANTED, "planted")
 
 
 def measured(rollout: Recipe, training: Recipe, *by: str, attention: bool = False, **more: bool) -> list[Gap]:
@@ -78,7 +78,7 @@ def test_a_group_alone_is_rounded_as_for_the_rollout():
         spec = "mxfp4" if layer == 2 else "mxfp8"
         text = f"[linear]\nforward = 'nvfp4'\n[modules.'layer{layer}.{module}']\nforward = '{spec}'"
         own = found[EffectGroup("linear", layer, module)]
-        assert (own.policies.rollout == of_labels(scored(draft_of(text, "own").recipe("own")))).all()
+        assert (own.policies.rollout == of_labels(scored(from_toml(text, "own")))).all()
     assert len(found) == 1 + LAYERS * 4
 
 
@@ -97,14 +97,14 @@ def test_one_operand_alone_is_rounded_as_for_the_rollout():
     for operand in ("input", "weight"):
         gap = found[f"layer2 fc1 linear, {operand}"]
         text = f"[linear]\nforward = 'nvfp4'\n[modules.'layer2.fc1']\nforward.{operand} = 'mxfp4'"
-        assert (gap.policies.rollout == of_labels(scored(draft_of(text, "own").recipe("own")))).all()
+        assert (gap.policies.rollout == of_labels(scored(from_toml(text, "own")))).all()
         assert not gap.is_whole
     assert len(found) == 3 * (1 + LAYERS * 4)
 
 
 def test_a_group_in_which_one_operand_differs_has_its_name():
     text = PLANTED + "[modules.'layer3.fc2']\nforward.weight = 'mxfp4'\n"
-    rollout = draft_of(text, "weight").recipe("weight")
+    rollout = from_toml(text, "weight")
     assert {gap.record.name for gap in measured(rollout, planted(), "layer", operands=True)} == {
         "all, weight",
         "layer3 linear, weight",

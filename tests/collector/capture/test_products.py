@@ -20,7 +20,7 @@ from binade.collector import coverage, instrument
 from binade.collector.advice.advice import AdviceRequest, advise
 from binade.collector.advice.costs import operands_of, with_effects
 from binade.collector.capture.adapters.layer import InstrumentError
-from binade.collector.recipes.files import draft_of, to_toml
+from binade.collector.recipes.files import from_toml, to_toml
 from binade.collector.recipes.parse import parse_recipe
 from binade.data.catalog import Catalog
 from binade.data.effects import EffectGroup
@@ -426,13 +426,13 @@ def test_what_cannot_be_intercepted_is_refused(tmp_path):
 
 
 def test_a_recipe_has_a_part_for_products():
-    recipe = draft_of('[product]\nforward = "mxfp8"\ndgrad.grad_product = "mxfp8_e5m2"\nwgrad.left = "mxfp4"', "mine")
-    lines = [line.split(maxsplit=1) for line in recipe.recipe("mine").lines() if line.startswith("product")]
+    recipe = from_toml('[product]\nforward = "mxfp8"\ndgrad.grad_product = "mxfp8_e5m2"\nwgrad.left = "mxfp4"', "mine")
+    lines = [line.split(maxsplit=1) for line in recipe.lines() if line.startswith("product")]
     assert [(name.removeprefix("product."), words.split()[-1]) for name, words in lines] == [
         *(("forward.left", "mxfp8"), ("forward.right", "mxfp8"), ("dgrad.grad_product", "mxfp8_e5m2")),
         *(("dgrad.right", "bf16"), ("wgrad.grad_product", "bf16"), ("wgrad.left", "mxfp4")),
     ]
-    assert draft_of(to_toml(recipe.recipe("mine")), "mine").recipe("mine").product == recipe.recipe("mine").product
+    assert from_toml(to_toml(recipe), "mine").product == recipe.product
     of_all = parse_recipe("mxfp8").product
     assert of_all == parse_recipe("linear_mxfp8", product="mxfp8").product
     assert (of_all.rounded_to("forward_a"), of_all.rounded_to("dgrad_grad")) == ("mxfp8", "mxfp8_e5m2")
