@@ -9,7 +9,7 @@ from streamlit.runtime.scriptrunner import RerunException
 
 from binade.app import address, frame, palette_view, uploads, users
 from binade.app.pages.registry import PAGES
-from binade.app.sessions import draft, share_view
+from binade.app.sessions import open_session, share_view
 from binade.app.view import View
 from binade.data.catalog import DamagedIndexError
 
@@ -58,9 +58,9 @@ def navigate(default: str = "map") -> None:
         return
     with uploads.page():
         try:
-            draft.follow_link()
+            open_session.follow_link()
             header = st.container()
-            draft.notices()
+            open_session.notices()
             leaves = False
             try:
                 chosen.run()
@@ -74,6 +74,7 @@ def navigate(default: str = "map") -> None:
                 if not leaves:
                     with header:  # after the page, which knows the view
                         _header()
+                    open_session.show_toasts()
         except DamagedIndexError as error:
             st.error(f"{error}.", icon=":material/error:")
 

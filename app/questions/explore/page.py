@@ -43,7 +43,7 @@ from binade.app.questions.shared.laws import LAWS
 from binade.app.questions.shared.operands import MOST_LISTED, operand
 from binade.app.questions.shared.scope import Scope
 from binade.app.questions.shared.selection import Board, select
-from binade.app.sessions import draft
+from binade.app.sessions import open_session
 from binade.app.view import Reading, View
 from binade.data.access import read_only
 from binade.data.catalog import Catalog
@@ -142,7 +142,7 @@ class _Page:
         if law in LAWS and needs:
             at = (*self._key, "curves", law, tuple(needs[:PIECE]))
             data["curves"] = self.opened.kept(at, lambda: self._curves(needs[:PIECE], law))
-        data["pin"] = draft.shown_view() is not None and not read_only()
+        data["pin"] = open_session.shown_view() is not None and not read_only()
         data["saved"] = state.pop("explore_saved", None)
         return data
 
@@ -157,7 +157,7 @@ class _Page:
             address.go(self.view.at("tensor", "", **operand(str(result.open), next(iter(gemms), None))))
         pins = result.pinned or st.session_state.pop("pin_first", False)
         if pins and (figure := self._figure(str(result.pinned or CHARTS[0]))):
-            draft.pin(figure, self.view)
+            open_session.pin(figure, self.view)
             st.rerun()
 
     @property

@@ -37,7 +37,7 @@ from binade.app.questions.map.standing_out import FAR, cause_of, cell_name, exce
 from binade.app.questions.shared.event_marks import events_of
 from binade.app.questions.shared.operands import GEMMS, OTHER
 from binade.app.questions.shared.scope import Scope, scope_of
-from binade.app.sessions import draft
+from binade.app.sessions import open_session
 from binade.app.style import MEASURES
 from binade.app.view import Reading, View, pool_of
 from binade.data.access import read_only
@@ -111,7 +111,7 @@ def _show(opened: Catalog, view: View, reading: Reading) -> None:
         names = {"module": opened.rows_of([cell["tensor_id"]])["module"].tolist(), "tensor_name": [cell["tensor"]]}
         address.go(view.at("explore", by="run_id").changed(**place, **names, run_id=None))
     if result.pin or st.session_state.pop("pin_first", False):
-        draft.pin_chart("map", map_.title)
+        open_session.pin_chart("map", map_.title)
         st.rerun()
     with st.container(horizontal=True, vertical_alignment="center", gap="medium"):
         tables = st.toggle("As a chart and tables, to save them", key="map_tables")
