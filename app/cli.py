@@ -178,19 +178,20 @@ def _import(root: str | None, file: Path) -> None:
     """Add the session and the runs of a bundle to a root."""
     from binade.app.sessions import storage
 
-    imported, version = storage.import_bundle(resolve_root(root), file)
+    imported, saved = storage.import_bundle(resolve_root(root), file)
     print(storage.summary(imported))
-    if version:
-        print(f"session {version.session.id}, version {version.number}: {version.session.name}")
+    if saved:
+        print(f"session {saved.session.id}: {saved.session.name}")
 
 
 def _list(root: str | None) -> None:
     """List the saved sessions."""
     from binade.app.sessions import storage
 
-    versions, problems = storage.list_sessions(resolve_root(root))
-    for one, number in versions:
-        print(f"{one.id}  {one.saved[:19]}  version {number}  {len(one.pins)} pins  {one.name}")
+    found, problems = storage.list_sessions(resolve_root(root))
+    for saved in found:
+        one = saved.session
+        print(f"{one.id}  {one.saved[:19]}  {len(one.pins)} pins  {one.name}")
     for problem in problems:
         fail(problem)
 

@@ -16,7 +16,6 @@ from binade.app.formatting import plain
 from binade.app.pages.registry import PAGES, PagePart
 from binade.app.params import read
 from binade.app.questions.shared.scope import Scope
-from binade.app.sessions import draft
 from binade.app.state import SYNC_SECONDS, catalog, explain_empty, explain_refused, redraw_on_change, redraw_when, tell
 from binade.app.view import View
 from binade.data.access import read_only, reason
@@ -49,7 +48,7 @@ def _show(name: str) -> None:
     page, view = PAGES[name], address.current(name)
     st.session_state[address.VIEW] = view  # also if the part is refused
     place = header.links(view)
-    draft.notices()
+    open_session.notices()
     opened = catalog()
     header.menus(place)
     part = page.parts.get(view.part)

@@ -8,7 +8,7 @@ import streamlit as st
 
 from binade.app import frame, uploads, users
 from binade.app.pages.registry import PAGES
-from binade.app.sessions import draft
+from binade.app.sessions import open_session
 from binade.data.catalog import DamagedIndexError
 
 # Drawn here: Streamlit's own icons would be fetched from another host.
@@ -42,10 +42,10 @@ def navigate(default: str = "map") -> None:
         return
     with uploads.page():
         try:
-            draft.follow_link()
+            open_session.follow_link()
             chosen.run()
             st.session_state.pop("pin_first", None)
-            draft.show_toasts()
+            open_session.show_toasts()
         except DamagedIndexError as error:
             st.error(f"{error}.", icon=":material/error:")
 

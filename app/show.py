@@ -22,7 +22,7 @@ from binade.app.figure import HEIGHT, Column, Drawn, Facts, Figure, Table
 from binade.app.formatting import plain
 from binade.app.params import Interval
 from binade.app.report.rendering import RenderError
-from binade.app.sessions import draft
+from binade.app.sessions import open_session
 from binade.app.state import catalog
 from binade.app.style import CHOSEN, CLEARED, DRAGGED, MEASURES, ONLY
 from binade.app.view import View
@@ -88,7 +88,7 @@ def draw(
         "marked": figure.marked if figure.marked is None else str(figure.marked),  # may be an interval
         "hidden": [axis for axis, other in beside if other and figure.axis_title(axis) == other.axis_title(axis)],
         "caption": figure.caption_svg,
-        "pin": pin and draft.can_keep() and not read_only(),
+        "pin": pin and open_session.can_keep() and not read_only(),
         "table": False,
         "gestures": [
             text
@@ -105,7 +105,7 @@ def draw(
     with card:
         result = _menu(
             _charts, key, name, data, lambda end: exports.of_figure(figure, end), on_selected_change=hear,
-            on_pinned_change=lambda: draft.pin(figure, view),
+            on_pinned_change=lambda: open_session.pin(figure, view),
         )  # fmt: skip
     if note := f"{figure.note} {figure.hint if choose or on_brush else ''}".strip():
         card.caption(note)
@@ -113,7 +113,7 @@ def draw(
         label = f"Clear the {figure.brush or choose}"
         card.button(label, key=f"clear_{name}", on_click=clear, args=(None,), type="tertiary", icon=CLEAR)
     if pin and st.session_state.pop("pin_first", False):  # the key p
-        draft.pin(figure, view)
+        open_session.pin(figure, view)
         st.rerun()  # the header shows the session
     return _picked(result.selected, choose)
 

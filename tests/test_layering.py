@@ -188,7 +188,7 @@ def test_app_takes_from_the_collector_only_what_imports_no_torch():
                     *("app/cli.py", "app/server.py", "app/users.py", "app/uploads.py", "app/downloads.py"),
                     *("app/reruns.py", "app/components.py", "app/header.py"),
                     "app/guard.py",  # which reads the messages of websockets
-                    *("app/sessions/draft.py", "app/pages/tensor_notes.py", "app/questions/layout.py"),
+                    *("app/sessions/open_session.py", "app/pages/tensor_notes.py", "app/questions/layout.py"),
                 )
             ),
         ),

@@ -80,7 +80,7 @@ def every_run(opened: Catalog, where: Filter, run_ids: Collection[str]) -> Itera
     return opened.runs()["run_id"]
 
 
-SESSION_PARTS = ("saved", "read", "open", "compare", "import")
+SESSION_PARTS = ("saved", "read", "open", "import")
 TOOLS = {
     "runs": (
         PagePart("jobs", "Jobs", ":material/list_alt:", "binade.app.jobs.page", takes={"job": lambda opened: AnyText()},

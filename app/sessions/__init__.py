@@ -1,9 +1,10 @@
-"""Sessions: views, pinned charts and notes that a user keeps, shares and opens again.
+"""Sessions: pinned charts, notes and a view that a user keeps, shares and opens again.
 
-session   what a session is, its JSON file, and what two sessions differ in
-storage   the saved versions on disk, and sessions with their runs as one .zip
-pins      pinned charts, drawn again from their page and parameters, and the runs that they show
-notes     Markdown that is safe to show
-draft     the session that is open in a browser tab
-page      the Sessions page
+session       what a session is, and the JSON in which it travels
+log           a session as a log of operations
+storage       the logs on disk, and sessions with their runs as one .zip
+pins          pinned charts, drawn again from their page and parameters, and the runs that they show
+notes         Markdown that is safe to show
+open_session  the session that is open in a browser tab
+page          the Sessions page
 """

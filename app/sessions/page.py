@@ -1,29 +1,27 @@
-"""The Sessions page: open, read, compare, share, import and delete saved sessions."""
+"""The Sessions page: open, read, edit, share, import and delete sessions."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-import pandas as pd
 import streamlit as st
 
 from binade.app import address, uploads
 from binade.app import show as show_items
-from binade.app.figure import Drawn
 from binade.app.formatting import plain
 from binade.app.pages.registry import PAGES, SESSION_PARTS
 from binade.app.questions.shared.runs import given_names
-from binade.app.sessions import draft, notes, pins, share_view, storage
+from binade.app.sessions import notes, open_session, pins, share_view, storage
 from binade.app.sessions import session as sessions
-from binade.app.sessions.draft import OpenSession
+from binade.app.sessions.log import Caption, Delete, KeptPin, Move, Note, Restore
 from binade.app.sessions.session import Pin, Session, SessionError
-from binade.app.sessions.storage import Version
+from binade.app.sessions.storage import Saved
 from binade.app.view import Reading, View
 from binade.data.access import ReadOnlyError, read_only, reason
 from binade.data.catalog import Catalog
 from binade.data.names import distinct_names
 
-PARTS = dict(zip(SESSION_PARTS, ("Saved", "Read", "Edit", "Compare", "Import"), strict=True))
+PARTS = dict(zip(SESSION_PARTS, ("Saved", "Read", "Edit", "Import"), strict=True))
 MAX_LISTED = 12  # sessions
 
 
@@ -34,9 +32,14 @@ def show(opened: Catalog, view: View, reading: Reading) -> None:
         on_change=lambda: _turn_to(st.session_state["part"]),
     )  # fmt: skip
     if why := reason():
-        st.caption(plain(f"Sessions can be opened, but not saved or deleted: {why}."))
-    parts = {"saved": _saved, "read": _reading, "open": _open, "compare": _compare, "import": _import}
-    parts[reading.values["part"]](opened)
+        st.caption(plain(f"Sessions can be opened, but not changed or deleted: {why}."))
+    match reading.values["part"]:
+        case "saved":
+            _saved(opened)
+        case "import":
+            _import(opened)
+        case part:
+            _open_session(opened, editing=part == "open" and not read_only())
 
 
 def _turn_to(part: str) -> None:
@@ -47,70 +50,54 @@ def _turn_to(part: str) -> None:
 
 
 def _saved(opened: Catalog) -> None:
-    versions, problems = storage.list_sessions(opened.root)
+    found, problems = storage.list_sessions(opened.root)
     for problem in problems:
         st.warning(plain(problem), icon=":material/broken_image:")
-    if not versions:
+    if not found:
         st.info("No saved sessions yet.", icon=":material/bookmarks:")
         st.markdown(
-            "A session saves what you are looking at: the page with its filter and settings, the charts you pin, and "
-            "your notes. Pin a chart with **Pin to session** in its menu (⋯), or **Save** above a page with charts."
+            "A session keeps the charts you pin, the page you are looking at and your notes. Choose **Pin to session** "
+            "in the menu of a chart (⋯), or give the page a name with **Session** in the header."
         )
         return
-    if len(versions) > MAX_LISTED:
+    if len(found) > MAX_LISTED:
         text = st.text_input("Find", placeholder="part of the name").strip().lower()
-        versions = [version for version in versions if text in version.session.name.lower()]
-        if len(versions) > MAX_LISTED:
-            st.caption(f"The latest {MAX_LISTED} of {len(versions):,}.")
-    for version in versions[:MAX_LISTED]:
-        _entry(opened, version)
+        found = [saved for saved in found if text in saved.session.name.lower()]
+        if len(found) > MAX_LISTED:
+            st.caption(f"The latest {MAX_LISTED} of {len(found):,}.")
+    for saved in found[:MAX_LISTED]:
+        _entry(opened, saved)
 
 
-def _entry(opened: Catalog, version: Version) -> None:
-    one = version.session
-    is_open = (now := draft.current()) is not None and now.session.id == one.id
+def _entry(opened: Catalog, saved: Saved) -> None:
+    one = saved.session
+    is_open = (now := open_session.current()) is not None and now.session.id == one.id
     with st.container(border=True):
         left, right = st.columns([3, 2], vertical_alignment="center")
         count = len(one.pins)
-        state = f"version {version.number} · saved" if version.number else "draft ·"
-        facts = (
-            f"{PAGES[one.view.page].title} · {count} pin{'s' * (count != 1)} · {state} "
-            f"{one.saved[:16].replace('T', ' ')} UTC · {one.id}"
-        )
+        facts = f"{PAGES[one.view.page].title} · {count} pin{'s' * (count != 1)} · changed {_time(one)} · {one.id}"
         left.markdown(f"**{plain(one.name)}**{' · open' * is_open}  \n:small[:gray[{plain(facts)}]]")
         cells = right.columns([1, 1, 1, 1])
         if cells[0].button("Open", key=f"open_{one.id}", width="stretch"):
-            draft.open_version(version)
-            draft.show(one.view)
-        cells[1].button("Read", key=f"read_{one.id}", on_click=_read, args=(version,), width="stretch")
+            open_session.open_saved(saved)
+            open_session.show(one.view)
+        cells[1].button("Read", key=f"read_{one.id}", on_click=_read, args=(saved,), width="stretch")
         with cells[2].popover("Share", width="stretch", key=f"share_{one.id}"):
             share_view.show(opened, one)
-        with cells[3].popover("More", width="stretch", key=f"more_{one.id}"):
-            _more(opened, one)
+        if not read_only():
+            with cells[3].popover("Delete", width="stretch", key=f"more_{one.id}"):
+                _ask_to_delete(opened, one)
 
 
-def _read(version: Version, newest: bool = True) -> None:
-    draft.open_version(version, with_draft=newest)
+def _read(saved: Saved) -> None:
+    open_session.open_saved(saved)
     _turn_to("read")
 
 
-def _more(opened: Catalog, one: Session) -> None:
-    st.caption("History")
-    versions, problems = storage.history(opened.root, one.id)
-    for version in versions:
-        label = f"Version {version.number} · {version.session.saved[:16].replace('T', ' ')} UTC"
-        st.button(
-            label, key=f"version_{one.id}_{version.number}", on_click=_read, args=(version, False), type="tertiary"
-        )
-    for problem in problems:
-        st.caption(plain(problem))
-    if read_only():
-        return
-    count = len(versions) + len(problems)
-    st.divider()
+def _ask_to_delete(opened: Catalog, one: Session) -> None:
     st.caption(
-        f"This deletes the session with its {count} version{'s' * (count != 1)}, {len(one.pins)} pins and its notes. "
-        f"Runs and tensors are kept. This cannot be undone."
+        f"This deletes the session with its {len(one.pins)} pins and its notes. Runs and tensors are kept. This cannot "
+        "be undone."
     )
     sure = st.checkbox("Yes, delete it", key=f"sure_{one.id}")
     st.button("Delete", key=f"delete_{one.id}", disabled=not sure, on_click=_delete, args=(opened, one))
@@ -120,55 +107,59 @@ def _delete(opened: Catalog, one: Session) -> None:
     try:
         storage.delete(opened.root, one.id)
     except (SessionError, ReadOnlyError) as error:
-        draft.notify(str(error))
+        open_session.notify(str(error))
         return
-    stays = ""
-    if (now := draft.current()) and now.session.id == one.id:
-        draft.set_current(OpenSession(now.session) if now.saved else None)
-        stays = ". It stays open as a draft." if now.saved else ""
-    draft.toast(f"Deleted “{one.name}”{stays}", ":material/delete:")
+    if (now := open_session.current()) and now.session.id == one.id:
+        open_session.close()
+    open_session.toast(f"Deleted “{one.name}”", ":material/delete:")
 
 
 # The open session
 
 
-def _current() -> OpenSession | None:
-    now = draft.current()
-    if now is None:
+def _open_session(opened: Catalog, editing: bool) -> None:
+    """The open session as its readers see it, or with what changes it."""
+    if (saved := open_session.current()) is None:
         st.info("No session is open. Open a saved one, or pin a chart on any page.", icon=":material/bookmarks:")
-    return now
-
-
-def _reading(opened: Catalog) -> None:
-    """The open session as its readers see it, without anything that changes it."""
-    if (now := _current()) is None:
         return
-    one = now.session
-    left, right = st.container(key="reading").columns([3, 1.1], vertical_alignment="bottom")
-    left.header(plain(one.name), anchor=False)
-    left.caption(f"{now.state.capitalize()} · {_runs(one)}")
+    one = saved.session
+    left, right = st.container(key="reading").columns([3, 1.4], vertical_alignment="bottom")
+    with left:
+        if editing:
+            open_session.name_field("page_name")
+        else:
+            st.header(plain(one.name), anchor=False)
     with right.container(horizontal=True, horizontal_alignment="right", gap="small"):
-        if st.button("Open page", help="The page as saved"):
-            draft.show(one.view)
-        st.button(
-            "Edit a copy", type="primary", disabled=read_only(), on_click=_edit_copy, args=(one,),
-            help="The copy is a draft of yours; this session stays as it is",
-        )  # fmt: skip
+        if st.button("Open page", help="The page on which the session was started"):
+            open_session.show(one.view)
+        st.button("Close", on_click=open_session.close)
+        with st.popover("Share", key=f"share_{one.id}"):
+            share_view.show(opened, one)
+    count = len(one.runs)
+    st.caption(f"Changed {_time(one)} · shows {count} run{'s' * (count != 1)}")
+    if editing:
+        _notes_field(one)
     if text := notes.safe(one.notes):
         st.markdown(text)
+    if editing and (deleted := saved.state.last_deleted):
+        _offer_undo(deleted)
     if not one.pins:
-        st.info("This session has no pins.", icon=":material/push_pin:")
-    for index, pin in enumerate(one.pins):
+        st.info(
+            "This session has no pins. Choose *Pin to session* in the menu (⋯) of a chart.", icon=":material/push_pin:"
+        )
+    for index, kept in enumerate(saved.state.shown):
         with st.container(border=True, key=f"pin_{index}"):
-            st.subheader(plain(pin.caption or "Without a caption"), anchor=False)
-            if names := _tensors(opened, pin):
+            if editing:
+                _pin_fields(saved, index)
+            else:
+                st.subheader(plain(kept.pin.caption or "Without a caption"), anchor=False)
+            if names := _tensors(opened, kept.pin):
                 st.caption(plain(names))
-            _show_pin(opened, pin, index)
+            _show_pin(opened, one, index)
 
 
-def _edit_copy(one: Session) -> None:
-    draft.set_current(OpenSession(sessions.copied(one, f"{one.name[:110]} (copy)")))
-    _turn_to("open")
+def _time(one: Session) -> str:
+    return f"{one.saved[:16].replace('T', ' ')} UTC"
 
 
 def _tensors(opened: Catalog, pin: Pin) -> str:
@@ -177,139 +168,59 @@ def _tensors(opened: Catalog, pin: Pin) -> str:
     return ", ".join(distinct_names(rows, given_names(opened), long=True).values())
 
 
-def _open(opened: Catalog) -> None:
-    if (now := _current()) is None:
-        return
-    one = now.session
-    key = f"{one.id}_{now.saved.number if now.saved else 0}"
-    left, right = st.columns([2, 1], vertical_alignment="bottom")
-    left.text_input("Name", one.name, key=f"name_{key}", max_chars=120, on_change=_rename, args=(f"name_{key}",))
-    with right:
-        _actions(opened, now)
-    st.caption(f"{now.state.capitalize()} · {_runs(one)}")
-    with st.expander("Notes", expanded=True):
-        left, right = st.columns(2, gap="large")
-        left.text_area(
-            "Notes in Markdown",
-            one.notes,
-            key=f"notes_{key}",
-            max_chars=sessions.LONGEST_NOTES,
-            height=180,
-            on_change=_note,
-            args=(f"notes_{key}",),
-        )
-        with right:
-            st.caption("Preview")
-            st.markdown(notes.safe(one.notes) or "–")
-    if not one.pins:
-        st.info(
-            "Nothing is pinned yet. Choose *Pin to session* in the menu (⋯) of a chart.", icon=":material/push_pin:"
-        )
-    for index in range(len(one.pins)):
-        _pin(opened, one, index, key)
+def _notes_field(one: Session) -> None:
+    before, key = one.notes, open_session.field_key(f"notes_{one.id}", one.notes)
+    st.text_area(
+        "Notes in Markdown", before, key=key, max_chars=sessions.LONGEST_NOTES, height=180,
+        on_change=lambda: open_session.change(Note(st.session_state[key], before)),
+    )  # fmt: skip
 
 
-def _runs(one: Session) -> str:
-    count = len(one.runs)
-    return f"shows {count} run{'s' * (count != 1)}" if count else "save to record which runs it shows"
+def _offer_undo(deleted: KeptPin) -> None:
+    with st.container(horizontal=True, vertical_alignment="center", gap="small"):
+        st.caption(plain(f"Deleted: {deleted.pin.caption or 'a pin without a caption'}"), width="content")
+        st.button(
+            "Undo", key="undo", icon=":material/undo:", type="tertiary",
+            on_click=lambda: open_session.change(Restore(deleted.pin_id)),
+        )  # fmt: skip
 
 
-def _actions(opened: Catalog, now: OpenSession) -> None:
-    with st.container(horizontal=True, gap="small"):
-        if st.button("Open page", help="The page as saved"):
-            draft.show(now.session.view)
-        unchanged = read_only() or not now.changed
-        st.button("Save", type="primary", disabled=unchanged, on_click=draft.save, args=(opened, now.session))
-        st.button("Close", help="The draft is kept", on_click=draft.set_current, args=(None,))
-        if not unchanged:
-            st.button("Discard", help="Close it without unsaved changes", on_click=draft.discard)
+def _pin_fields(saved: Saved, index: int) -> None:
+    """The caption of a pin, and the buttons that move, open and delete it."""
+    pins_shown, kept = saved.state.shown, saved.state.shown[index]
+    ids: list[str | None] = [*(each.pin_id for each in pins_shown), None]
+    key = open_session.field_key(f"caption_{saved.session.id}_{kept.pin_id}", kept.pin.caption)
+    left, right = st.columns([3, 1.4], vertical_alignment="bottom")
+    left.text_input(
+        "Caption", kept.pin.caption, key=key, max_chars=sessions.LONGEST_CAPTION,
+        on_change=lambda: open_session.change(Caption(kept.pin_id, st.session_state[key])),
+    )  # fmt: skip
+    cells = right.columns(4)
+    is_first, is_last = index == 0, index == len(pins_shown) - 1
+    cells[0].button(
+        "", icon=":material/arrow_upward:", key=f"up_{kept.pin_id}", disabled=is_first, help="Move up",
+        on_click=lambda: open_session.change(Move(kept.pin_id, ids[index - 1])),
+    )  # fmt: skip
+    cells[1].button(
+        "", icon=":material/arrow_downward:", key=f"down_{kept.pin_id}", disabled=is_last, help="Move down",
+        on_click=lambda: open_session.change(Move(kept.pin_id, ids[index + 2])),
+    )  # fmt: skip
+    if cells[2].button("", icon=":material/open_in_new:", key=f"view_{kept.pin_id}", help="Open its page"):
+        open_session.show(View(kept.pin.page, kept.pin.params))
+    cells[3].button(
+        "", icon=":material/delete:", key=f"unpin_{kept.pin_id}", help="Delete",
+        on_click=lambda: open_session.change(Delete(kept.pin_id)),
+    )  # fmt: skip
 
 
-def _rename(key: str) -> None:
-    if name := st.session_state[key].strip():
-        draft.change(name=name)
-
-
-def _note(key: str) -> None:
-    draft.change(notes=st.session_state[key])
-
-
-def _pin(opened: Catalog, one: Session, index: int, key: str) -> None:
-    pin, last = one.pins[index], len(one.pins) - 1
-    with st.container(border=True, key=f"pin_{index}"):
-        left, right = st.columns([3, 1.4], vertical_alignment="bottom")
-        key = f"caption_{key}_{index}_{last}"
-        left.text_input("Caption", pin.caption, key=key, max_chars=2000, on_change=_recaption, args=(index, key))
-        cells = right.columns(4)
-        up = cells[0].button("", icon=":material/arrow_upward:", key=f"up_{index}", disabled=not index, help="Move up")
-        down = cells[1].button(
-            "", icon=":material/arrow_downward:", key=f"down_{index}", disabled=index == last, help="Move down"
-        )
-        if cells[2].button("", icon=":material/open_in_new:", key=f"view_{index}", help="Open its page"):
-            draft.show(View(pin.page, pin.params))
-        gone = cells[3].button("", icon=":material/delete:", key=f"unpin_{index}", help="Remove")
-        if up or down or gone:
-            order = [*one.pins[:index], *one.pins[index + 1 :]]
-            if not gone:
-                order.insert(index - 1 if up else index + 1, pin)
-            draft.change(pins=tuple(order))
-            st.rerun()
-        _show_pin(opened, pin, index)
-
-
-def _show_pin(opened: Catalog, pin: Pin, index: int) -> None:
-    drawn = _drawn(opened, pin.uncaptioned, draft.runs_of(pin), index)
+def _show_pin(opened: Catalog, one: Session, index: int) -> None:
+    drawn = pins.draw(opened, one.pins[index].uncaptioned, one.run_ids)
     if drawn.verdict:
         show_items.verdict(drawn.verdict)
     for sentence in drawn.sentences:
         st.caption(plain(sentence))
     for figure in drawn.figures:
-        show_items.draw(figure, pin=False)
-
-
-def _recaption(index: int, key: str) -> None:
-    if now := draft.current():
-        order = list(now.session.pins)
-        order[index] = replace(order[index], caption=st.session_state[key])
-        draft.change(pins=tuple(order))
-
-
-def _drawn(opened: Catalog, pin: Pin, runs: tuple[str, ...] | None, index: int) -> Drawn:
-    drawn = pins.draw(opened, pin, runs)
-    named = [replace(figure, name=f"pin{index}_{figure.name}", choose=None) for figure in drawn.figures]
-    return replace(drawn, items=(*drawn.texts, *named))
-
-
-# Compare
-
-
-def _compare(opened: Catalog) -> None:
-    versions, _ = storage.list_sessions(opened.root)
-    choices = {}
-    for latest in versions:
-        for one, number in storage.history(opened.root, latest.session.id)[0]:
-            choices[f"{one.name} · version {number} · {one.id}"] = one
-    if (now := draft.current()) and now.changed:
-        choices = {f"{now.session.name} · unsaved changes": now.session} | choices
-    if len(choices) < 2:
-        st.info(
-            "There is nothing to compare. A comparison needs two sessions, or two versions of one.",
-            icon=":material/compare:",
-        )
-        return
-    left, right = st.columns(2)
-    first = left.selectbox("Compare", list(choices), key="compare_first")
-    second = right.selectbox("with", list(choices), index=1, key="compare_second")
-    differences = sessions.differences(choices[first], choices[second])
-    if not differences:
-        st.success("No differences.", icon=":material/check:")
-        return
-    st.dataframe(
-        pd.DataFrame(differences),
-        hide_index=True,
-        placeholder="",
-        column_config={"what": "Difference", "first": "First", "second": "Second"},
-    )
+        show_items.draw(replace(figure, name=f"pin{index}_{figure.name}", choose=None), pin=False)
 
 
 # Import
@@ -320,20 +231,20 @@ def _import(opened: Catalog) -> None:
         st.info(plain(f"Nothing can be imported: {why}."), icon=":material/lock:")
         return
     st.markdown(
-        "A session file (.json), as exported on this page. It is checked before anything is imported. If a session "
-        "with the same ID exists here, the imported one becomes its next version."
+        "A session file (.json), as exported on this page. It is checked before anything is imported. If another "
+        "session with its ID exists here, the imported one gets a new ID."
     )
     given = uploads.uploader("File", ["json"], "import_file")
     st.caption("A bundle, which has runs, is imported with `binade bundle import FILE.zip`.")
     if given is None or not st.button("Import", type="primary"):
         return
     try:
-        session, number = storage.import_session(opened.root, sessions.parse(given.getvalue()))
+        one = storage.import_session(opened.root, sessions.parse(given.getvalue())).session
     except (SessionError, ReadOnlyError) as error:
         st.error(plain(str(error)), icon=":material/error:")
         return
     uploads.drop()
-    st.success(plain(f"“{session.name}” was imported as version {number}."), icon=":material/check:")
-    for problem in pins.missing_runs(opened.root, session):
+    st.success(plain(f"“{one.name}” was imported."), icon=":material/check:")
+    for problem in pins.missing_runs(opened.root, one):
         st.warning(plain(problem), icon=":material/link_off:")
     st.button("Show saved sessions", on_click=_turn_to, args=("saved",))

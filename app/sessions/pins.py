@@ -41,7 +41,7 @@ def draw(catalog: Catalog, pin: Pin, runs: Sequence[str] | None = None) -> Drawn
     """The figures of a pin (charts, their tables and captions), the view's verdict and texts, and what is missing.
 
     runs: those of the session that it is kept in: it is drawn from these and from the runs that it names itself. With
-    None, as before a session is saved, from what is here. Never raises because of a pin's content, which is reported as
+    None, from what is here. Never raises because of a pin's content, which is reported as
     a problem instead.
     """
     problems: tuple[str, ...] = ()
@@ -75,25 +75,19 @@ def _of_session(catalog: Catalog, pin: Pin, runs: Sequence[str]) -> tuple[Catalo
 # The runs that a session shows
 
 
-def refreshed(catalog: Catalog, session: Session, before: Session | None = None) -> Session:
-    """The session with references to the runs that it shows now. References to runs that are absent here stay.
+def references(catalog: Catalog, views: Sequence[View]) -> tuple[RunReference, ...]:
+    """The runs that views show, as they are now. Raises RunError."""
+    return tuple(RunReference(run_id, fingerprint(catalog.root / run_id)) for run_id in runs_of(catalog, views))
 
-    before: the session as it was saved last. The view and pins that it had then keep showing its runs only; new ones
-    show any run that is here.
-    """
-    new = views_of(session)
-    shown: set[str] = set()
-    if before and before.runs:
-        former = [pin.uncaptioned for pin in views_of(before)]
-        old = [pin for pin in new if pin.uncaptioned in former]
-        new = [pin for pin in new if pin.uncaptioned not in former]
-        saved = catalog.restricted({*before.run_ids}.union(*(pin.named_runs(catalog) for pin in old)))
-        shown |= {*runs_of(saved, old)}
-    shown |= {*runs_of(catalog, new)}
-    ids = [run_id for run_id in catalog.runs()["run_id"] if run_id in shown]
+
+def refreshed(catalog: Catalog, session: Session) -> Session:
+    """The session with references to the runs that it shows now: of its own runs and those that it names; of all, if it
+    has none yet. References to runs that are absent here stay. Raises RunError."""
+    views = views_of(session)
+    if session.runs:
+        catalog = catalog.restricted({*session.run_ids}.union(*(pin.named_runs(catalog) for pin in views)))
     absent = [run for run in session.runs if not _is_here(catalog.root, run.run_id)]
-    marks = [RunReference(run_id, fingerprint(catalog.root / run_id)) for run_id in ids]
-    return replace(session, runs=(*marks, *absent))
+    return replace(session, runs=(*references(catalog, views), *absent))
 
 
 def views_of(session: Session) -> list[Pin]:
@@ -102,7 +96,7 @@ def views_of(session: Session) -> list[Pin]:
 
 
 def other_runs(catalog: Catalog, session: Session) -> list[str]:
-    """The runs that the session's view shows here and that it was not saved with: they are newer, or this is another
+    """The runs that the session's view shows here and that are not the session's: they are newer, or this is another
     root."""
     shown = runs_of(catalog, views_of(session)[:1]) if session.runs else []
     return [run for run in shown if run not in session.run_ids]
@@ -122,8 +116,7 @@ def missing_runs(root: Path, session: Session) -> list[str]:
             continue
         if not same:
             problems.append(
-                f"Run {run.run_id[:80]} has changed since the session was saved: more was recorded, or "
-                "another run has the same name."
+                f"Run {run.run_id[:80]} has changed since it was pinned: more was recorded, or another has its name."
             )
     return problems
 

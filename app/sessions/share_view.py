@@ -1,10 +1,9 @@
-"""Saving the open session from the header, and sharing a saved one: its link, and the files that hold it."""
+"""The open session in the header, and sharing one: its link, and the files that hold it."""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
 from html import escape
 from pathlib import Path
 from urllib.parse import urlencode, urlsplit
@@ -17,9 +16,8 @@ from binade.app.downloads import DownloadError
 from binade.app.formatting import bytes_text, plain
 from binade.app.pages.registry import PAGES
 from binade.app.report import writer
-from binade.app.sessions import draft, storage
+from binade.app.sessions import open_session, storage
 from binade.app.sessions import session as sessions
-from binade.app.sessions.draft import OpenSession
 from binade.app.sessions.session import Session, SessionError
 from binade.app.state import catalog
 from binade.app.uploads import LARGEST
@@ -40,8 +38,8 @@ def address_without_page(url: str) -> str:
 
 def link_to(session_id: str) -> str:
     """The link that opens a session in this app, for reading."""
-    here = address_without_page(st.context.url or "")
-    return f"{here}/{draft.READ.page}?{urlencode({**draft.READ.to_query(), address.SESSION: session_id}, doseq=True)}"
+    here, query = address_without_page(st.context.url or ""), open_session.READ.to_query()
+    return f"{here}/{open_session.READ.page}?{urlencode(query | {address.SESSION: [session_id]}, doseq=True)}"
 
 
 def show(opened: Catalog, one: Session) -> None:
@@ -65,7 +63,7 @@ def show(opened: Catalog, one: Session) -> None:
 
 
 def _report(opened: Catalog, one: Session) -> None:
-    """The HTML report of the latest saved version."""
+    """The HTML report of the session as it is now."""
 
     def make(folder: Path, done: Done) -> None:
         command = f"binade report --session {one.id}"
@@ -100,42 +98,20 @@ def _offer(what: str, make: Callable[[Path, Done], None], path: str, label: str,
 
 
 def panel() -> None:
-    """The open session in the header: its state, and Save."""
-    now = draft.current()
+    """The open session in the header: its name, the number of its pins, and a menu."""
+    now = open_session.current()
     if now:
         count = len(now.session.pins)
-        name, state = escape(now.session.name), f"{count} pin{'s' * (count != 1)} · {now.state}"
+        name, state = escape(now.session.name), f"{count} pin{'s' * (count != 1)}"
         st.html(f'<div class="session" title="{name} · {state}"><b>{name}</b> · {state}</div>', width="content")
-    if not (draft.can_keep() and catalog().totals().tensors):
+    if not (open_session.can_keep() and catalog().totals().tensors):
         return
     if why := reason():
-        st.button("Save", disabled=True, help=plain(f"Not possible: {why}"))
-    else:
-        _save(now)
-
-
-def _save(now: OpenSession | None) -> None:
-    with st.popover("Save", icon=":material/save:", width="content"):
-        name = now.session.name if now else ""
-        key = f"save_name_{now.session.id if now else ''}"
-        st.text_input("Name", name, key=key, max_chars=120, placeholder="What did you find?")
-        st.caption("Saves this page with its filter and settings, the pins and the notes.")
-
-        def write(as_new: bool) -> None:
-            typed = st.session_state[key].strip()  # as it is now: it may have been typed just before the click
-            if not typed:
-                draft.toast("Give the session a name.", ":material/error:")
-                return
-            view = draft.shown_view()
-            assert view
-            base = now.session if now else sessions.new(typed, view)
-            named = replace(base, name=typed, view=view)
-            if as_new and now and not now.saved:
-                draft.discard()  # the draft gets an id that begins like its name
-            draft.save(catalog(), sessions.copied(named, typed) if as_new else named)
-
-        saved = now.saved if now else None
-        st.button("Save session", type="primary", on_click=write, args=(not saved,))
-        if saved:
-            st.button("Save as new", on_click=write, args=(True,))
-            show(catalog(), saved.session)
+        st.button("Session", disabled=True, help=plain(f"Not possible: {why}"))
+        return
+    with st.popover("Session", icon=":material/bookmark:", width="content"):
+        open_session.name_field("header_name")
+        if now is None:
+            st.caption("A name starts a session with this page. So does a pin.")
+            return
+        show(catalog(), now.session)

@@ -1,269 +1,207 @@
-"""Sessions on disk, <root>/.sessions/<id>/0001.json, 0002.json ..., draft.json, and as bundles with their runs.
+"""Sessions on disk, <root>/.sessions/<id>.jsonl (see `app.sessions.log`), and as bundles with their runs.
 
-Saving never changes an earlier version, and of two writers at once each gets a number of its own. No Streamlit here.
+A folder <root>/.sessions/<id> is a session of an older Binade: draft.json, or else the last of 0001.json, 0002.json ...
+It stays as it is, and the first operation writes the log beside it. No Streamlit here.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from binade.app.sessions import log
+from binade.app.sessions.log import Operation, State, state_of, to_line
 from binade.app.sessions.pins import refreshed, tensors_of, views_of
-from binade.app.sessions.session import ID, LONGEST_FILE, Session, SessionError, parse, to_json
+from binade.app.sessions.session import ID, LONGEST_FILE, Session, SessionError, new_id, parse, to_json
 from binade.data import bundle
 from binade.data.access import check_writable
 from binade.data.bundle import BundleError, BundleImport, BundleTooLargeError, WrittenBundle
 from binade.data.cache import Done
 from binade.data.catalog import Catalog
-from binade.data.runs import now
-from binade.data.store import LINK, locked, read_file, remove_directory, sweep_tree, write_atomic, write_new
+from binade.data.store import LINK, locked, no_link, read_file, remove_directory, sweep_tree, write_atomic
+from binade.data.text import describe
 
 FOLDER = ".sessions"
 SESSION = "session.json"  # in a bundle
-MOST_VERSIONS = 9999
-DRAFT = "draft.json"  # the session as it is being edited, if that differs from the newest version
+LONG = 4 << 20  # bytes: a longer log is replaced by its state, without deleted pins
+LONGEST = 64 << 20  # bytes of a log that is read
+LOG = re.compile(rf"({ID[1:-1]})\.jsonl")
+OLDER = re.compile(r"draft\.json|[0-9]{4}\.json")
 
 
-class DraftChangedError(SessionError):
-    """A session's draft is not the one that the new one was made from: another tab or user has changed it."""
+class Saved(NamedTuple):
+    """A session on disk, and a sentence for each damaged line of its log."""
 
+    state: State
+    problems: tuple[str, ...] = ()
 
-class Kept(NamedTuple):
-    """A draft on disk, and its revision, the SHA-256 of its file."""
-
-    session: Session
-    revision: str
-
-
-class Version(NamedTuple):
-    """A saved session and the number of this version of it, from 1; 0 for a draft that was never saved."""
-
-    session: Session
-    number: int
+    @property
+    def session(self) -> Session:
+        return self.state.session
 
 
 def folder(root: Path) -> Path:
     return root / FOLDER
 
 
-def _directory(root: Path, session_id: str) -> Path:
-    """Raises SessionError for a text that is not an ID, and for a link in place of the session or of all."""
+def _path(root: Path, session_id: str) -> Path:
+    """The log of a session. Raises SessionError for a text that is not an ID, and for a link in place of the folder."""
     if not isinstance(session_id, str) or not re.fullmatch(ID, session_id):
         raise SessionError(f"{str(session_id)[:40]!a} is not a session ID.")
-    directory = folder(root) / session_id
-    for place in (directory.parent, directory):
+    sessions = folder(root)
+    for place in (sessions, sessions / session_id):
         if place.is_symlink():
             raise SessionError(f"{place} is {LINK}: replace it by a folder.")
-    return directory
+    return sessions / f"{session_id}.jsonl"
 
 
 @contextmanager
-def _changing(directory: Path) -> Iterator[None]:
-    """Lock the sessions while the files of one change. Its directory is made if it does not exist, and deleted if it is
-    empty at the end. If the block raises, so are the folders above that were made. Raises OSError."""
-    sessions = directory.parent
-    made = [place for place in directory.parents if not place.exists()]
+def _changing(path: Path, what: str, *, is_new: bool = False) -> Iterator[None]:
+    """Lock the sessions, so that one process at a time changes them. what: what fails if the block raises OSError,
+    which becomes a SessionError. is_new: make their folder if there is none. Raises ReadOnlyError."""
+    check_writable("Changing a session")
     try:
-        sessions.mkdir(parents=True, exist_ok=True)
-        with locked(sessions, required=False):
-            directory.mkdir(exist_ok=True)
-            try:
-                yield
-            finally:
-                _drop_empty(directory)
-    except BaseException:
-        for place in made:
-            _drop_empty(place)
-        raise
+        if is_new:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        with locked(path.parent):
+            yield
+    except OSError as error:
+        raise SessionError(f"The session cannot be {what} in {path.parent}: {error.strerror or error}.") from error
 
 
-def _drop_empty(directory: Path) -> None:
-    with suppress(OSError):  # not empty, or not a directory
-        directory.rmdir()
+def create(root: Path, session: Session) -> Saved:
+    """Write a new session. Raises SessionError if it exists, is beyond the limits or cannot be written, ReadOnlyError;
+    then nothing is left behind."""
+    state, path = state_of(session), _path(root, session.id)
+    to_json(session)  # within the limits
+    with _changing(path, "saved", is_new=True):
+        if session.id in _ids(root):
+            raise SessionError(f"There is a session {session.id!r} already.")
+        write_atomic(path, to_line(state))
+    return Saved(state)
+
+
+def append(root: Path, session_id: str, operation: Operation) -> Saved:
+    """Add an operation to a session, and return the session as it is then. It is on the disk when this returns.
+
+    Raises SessionError if there is no such session, or if it would be beyond the limits or cannot be written,
+    ReadOnlyError; then it is as before.
+    """
+    path = _path(root, session_id)
+    with _changing(path, "changed"):
+        before, problems = load(root, session_id)
+        state = log.applied(before, operation)
+        to_json(state.session)  # within the limits
+        try:
+            line = to_line(operation)
+        except ValueError as error:
+            raise SessionError(f"The session cannot be changed: {describe(error)}.") from None
+        if path.exists() and path.stat().st_size + len(line) <= LONG:
+            _append(path, line)
+        else:
+            write_atomic(path, to_line(log.without_deleted(state) if path.exists() else state))
+    return Saved(state, problems)
+
+
+def _append(path: Path, line: bytes) -> None:
+    """Add a line in place of what a killed process has written of one. Raises OSError."""
+    whole = read_file(path, LONGEST, path.parent).rfind(b"\n") + 1
+    with open(path, "r+b", opener=no_link) as file:
+        os.truncate(file.fileno(), whole)
+        file.seek(whole)
+        file.write(line)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def load(root: Path, session_id: str) -> Saved:
+    """A session. Raises SessionError if it is not there or cannot be read."""
+    path = _path(root, session_id)
+    if os.path.lexists(path):
+        try:
+            state, damaged = log.read(read_file(path, LONGEST, path.parent))
+            _check_id(state.session, session_id)
+        except (OSError, ValueError) as error:
+            raise SessionError(f"{path.name} cannot be read: {error}") from None
+        lost = (f"Line {number} of {path.name} is damaged: this change is left out." for number in damaged)
+        return Saved(state, tuple(lost))
+    files = sorted(_older(path.with_suffix("")))
+    if not files:
+        raise SessionError(f"There is no session {session_id!r} in {root}: it was deleted, or belongs to another root.")
+    latest = files[-1]  # draft.json, if it exists, is newer than the versions
+    try:
+        session = parse(read_file(latest, LONGEST_FILE + 1, latest.parent))
+        _check_id(session, session_id)
+    except (OSError, SessionError) as error:
+        raise SessionError(f"{latest.name} of {session_id} cannot be read: {error}") from None
+    return Saved(state_of(session))
+
+
+def _check_id(session: Session, session_id: str) -> None:
+    if session.id != session_id:
+        raise SessionError(f"it has the ID {session.id}, expected {session_id}.")
+
+
+def _older(directory: Path) -> list[Path]:
+    """The files of a session of an older Binade."""
+    if directory.is_symlink() or not directory.is_dir():
+        return []
+    return [path for path in directory.iterdir() if OLDER.fullmatch(path.name)]
+
+
+def _ids(root: Path) -> list[str]:
+    """The ids of all sessions."""
+    paths = list(folder(root).iterdir()) if folder(root).is_dir() else []
+    logs = {match[1] for path in paths if (match := LOG.fullmatch(path.name))}
+    older = {path.name for path in paths if re.fullmatch(ID, path.name) and (path.is_symlink() or _older(path))}
+    return sorted(logs | older)
+
+
+def list_sessions(root: Path) -> tuple[list[Saved], list[str]]:
+    """(all sessions, the one that changed last first; a sentence for each that cannot be read or has damaged lines)."""
+    if folder(root).is_symlink():
+        return [], [f"{folder(root)} is {LINK}: replace it by a folder."]
+    found, problems = [], []
+    for session_id in _ids(root):
+        try:
+            saved = load(root, session_id)
+        except SessionError as error:
+            problems.append(str(error))
+        else:
+            found.append(saved)
+            problems += saved.problems
+    return sorted(found, key=lambda saved: saved.session.saved, reverse=True), problems
+
+
+def delete(root: Path, session_id: str) -> None:
+    """Delete a session. Raises SessionError, ReadOnlyError."""
+    path = _path(root, session_id)
+    with _changing(path, "deleted"):
+        if (older := path.with_suffix("")).is_dir():
+            remove_directory(older)  # first: without the log, its older state would come back
+        path.unlink(missing_ok=True)
 
 
 def sweep_sessions(root: Path) -> None:
     """Delete what killed processes left among the sessions of a root, but nothing that is still being written."""
-    sessions = folder(root)
-    if not sessions.is_symlink():
-        with suppress(OSError), locked(sessions):
-            sweep_tree(sessions)
-            for directory in sessions.iterdir():
-                _drop_empty(directory)
+    if not folder(root).is_symlink():
+        sweep_tree(folder(root))
 
 
-def save(root: Path, session: Session) -> Version:
-    """Save as the next version, with the time of saving. Earlier versions stay.
-
-    Raises SessionError if it is beyond the limits or cannot be written, ReadOnlyError if the app is read-only; then
-    nothing is left behind.
-    """
-    check_writable("Saving a session")
-    session = replace(session, saved=now())
-    content = to_json(session).encode()
-    directory = _directory(root, session.id)
-    sweep_sessions(root)
-    try:
-        with _changing(directory):
-            for number in range(max(_numbers(directory), default=0) + 1, MOST_VERSIONS + 1):
-                with suppress(FileExistsError):  # another writer took the number
-                    write_new(directory / f"{number:04d}.json", content)
-                    return Version(session, number)
-    except OSError as error:
-        raise SessionError(f"The session cannot be saved in {directory}: {error.strerror or error}.") from error
-    raise SessionError(f"The session has {MOST_VERSIONS} versions, which is the limit: save it as a new one.")
-
-
-def keep(root: Path, session: Session, revision: str) -> str:
-    """Keep a session that is being edited, in place of the draft with this revision ("": there was none). Returns its
-    own revision. Raises DraftChangedError if another draft is there, and leaves that one; SessionError,
-    ReadOnlyError."""
-    check_writable("Keeping a session")
-    directory = _directory(root, session.id)
-    content = to_json(session).encode()
-    try:
-        with _changing(directory):
-            if _revision(directory) not in ("", revision, digest := _sha256(content)):
-                raise DraftChangedError(f"“{session.name}” was changed in another tab or by someone else")
-            write_atomic(directory / DRAFT, content)
-    except OSError as error:
-        text = f"Unsaved changes cannot be kept in {directory}: {error.strerror or error}."
-        raise SessionError(text) from error
-    return digest
-
-
-def _sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
-
-
-def _revision(directory: Path) -> str:
-    """The revision of a draft, which may be damaged; "" if there is none. Raises OSError."""
-    try:
-        return _sha256(read_file(directory / DRAFT, LONGEST_FILE + 1, directory))
-    except FileNotFoundError:
-        return ""
-
-
-def draft_of(root: Path, session_id: str) -> Kept | None:
-    """The kept draft of a session; None if there is none. Raises SessionError if it cannot be read."""
-    path = _directory(root, session_id) / DRAFT
-    return Kept(*_parsed(path, session_id, "The draft")) if os.path.lexists(path) else None
-
-
-def drop_draft(root: Path, session_id: str, revision: str) -> None:
-    """Delete the draft with this revision, if it is still there, and the session's directory if nothing was saved.
-    Raises SessionError, ReadOnlyError."""
-    check_writable("Deleting a draft")
-    directory = _directory(root, session_id)
-    if not directory.is_dir():
-        return
-    try:
-        with _changing(directory):
-            if _revision(directory) == revision:
-                (directory / DRAFT).unlink(missing_ok=True)
-    except OSError as error:
-        raise SessionError(f"The draft of {session_id!r} cannot be deleted: {error.strerror or error}.") from error
-
-
-def import_session(root: Path, session: Session) -> Version:
-    """Save a session from elsewhere as the next version of its id, unless an equal version exists. Raises as `save`."""
-    for version in history(root, session.id)[0]:
-        if replace(version.session, saved="") == replace(session, saved=""):
-            return version
-    return save(root, session)
-
-
-def load(root: Path, session_id: str, number: int | None = None) -> Version:
-    """A saved session: the newest version, or the one of that number. Raises SessionError if it is not there or cannot
-    be read."""
-    directory = _directory(root, session_id)
-    numbers = _numbers(directory)
-    if not numbers and number is None and (draft := draft_of(root, session_id)):
-        return Version(draft.session, 0)
-    if not numbers:
-        raise SessionError(f"There is no session {session_id!r} in {root}: it was deleted, or belongs to another root.")
-    if number is not None and number not in numbers:
-        raise SessionError(f"The session {session_id!r} has no version {number}.")
-    return _read(directory, max(numbers) if number is None else number)
-
-
-def history(root: Path, session_id: str) -> tuple[list[Version], list[str]]:
-    """(all versions that can be read, newest first; a sentence for each that cannot)."""
-    directory = _directory(root, session_id)
-    return _readable(partial(_read, directory, number) for number in sorted(_numbers(directory), reverse=True))
-
-
-def list_sessions(root: Path) -> tuple[list[Version], list[str]]:
-    """(the newest version of every session, latest saved first; a sentence for each that cannot be read)."""
-    directory = folder(root)
-    if directory.is_symlink():
-        return [], [f"{directory} is {LINK}: replace it by a folder."]
-    names = sorted(entry.name for entry in directory.iterdir()) if directory.is_dir() else []
-    saved = [name for name in names if re.fullmatch(ID, name) and not _is_empty(directory / name)]
-    versions, problems = _readable(partial(load, root, name) for name in saved)
-    return sorted(versions, key=lambda version: version.session.saved, reverse=True), problems
-
-
-def _is_empty(directory: Path) -> bool:
-    """Whether a session was never written completely: a process was killed, or is writing it now."""
-    try:
-        return all(entry.name.startswith(".") for entry in directory.iterdir())
-    except OSError:
-        return False
-
-
-def _readable(reads: Iterable[Callable[[], Version]]) -> tuple[list[Version], list[str]]:
-    versions, problems = [], []
-    for read in reads:
-        try:
-            versions.append(read())
-        except SessionError as error:
-            problems.append(str(error))
-    return versions, problems
-
-
-def delete(root: Path, session_id: str) -> int:
-    """Delete a session with its history, and return the number of its versions. Raises SessionError, ReadOnlyError."""
-    check_writable("Deleting a session")
-    directory = _directory(root, session_id)
-    count = len(_numbers(directory))
-    try:
-        with locked(folder(root), required=False):
-            remove_directory(directory)
-    except OSError as error:
-        raise SessionError(f"The session {session_id!r} cannot be deleted: {error.strerror or error}.") from error
-    return count
-
-
-def _numbers(directory: Path) -> list[int]:
-    try:
-        names = [entry.name for entry in directory.iterdir()]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    return [int(name[:4]) for name in names if re.fullmatch(r"[0-9]{4}\.json", name)]
-
-
-def _read(directory: Path, number: int) -> Version:
-    return Version(_parsed(directory / f"{number:04d}.json", directory.name, f"Version {number}")[0], number)
-
-
-def _parsed(path: Path, session_id: str, what: str) -> tuple[Session, str]:
-    """A session from a file, and the file's SHA-256. what: of the session it is, for messages. Raises SessionError."""
-    try:
-        content = read_file(path, LONGEST_FILE + 1, path.parent)
-        session = parse(content)
-    except (OSError, SessionError) as error:
-        raise SessionError(f"{what} of {session_id} cannot be read: {error}") from None
-    if session.id != session_id:
-        raise SessionError(f"{what} of {session_id} has the ID {session.id}.")
-    return session, _sha256(content)
+def import_session(root: Path, session: Session) -> Saved:
+    """Save a session from elsewhere, unless it is here already. If another one has its ID, it gets a new one. Raises as
+    `create`."""
+    for saved in list_sessions(root)[0]:
+        if saved.session == replace(session, id=saved.session.id):
+            return saved
+    if session.id in _ids(root):
+        session = replace(session, id=new_id(session.name))
+    return create(root, session)
 
 
 VALUES = {
@@ -283,27 +221,21 @@ def export_bundle(
 ) -> WrittenBundle:
     """Write a session and the runs that it shows, as they are now; absent runs are left out. values: which tensors'
     values are included, a key of VALUES. most: bytes of its tensors and tables. Raises BundleError, SessionError."""
+    now = refreshed(catalog, session)
+    here = [run_id for run_id in now.run_ids if (catalog.root / run_id).is_dir()]
+    chosen: list[str] | None = None if values == "all" else []
+    if values == "charts":
+        chosen = tensors_of(catalog, views_of(session), now.run_ids)
     try:
-        return _export(catalog, session, target, values, done, most)
+        return bundle.write(catalog.root, target, here, chosen, {SESSION: to_json(now).encode()}, done, most)
     except BundleTooLargeError as error:
         raise BundleError(
             f"{error} Choose fewer values, or run binade bundle export {session.id} --values {values} --output FILE"
         ) from None
 
 
-def _export(
-    catalog: Catalog, session: Session, target: Path, values: str, done: Done, most: int | None
-) -> WrittenBundle:
-    now = refreshed(catalog, session, before=session)
-    here = [run_id for run_id in now.run_ids if (catalog.root / run_id).is_dir()]
-    chosen: list[str] | None = None if values == "all" else []
-    if values == "charts":
-        chosen = tensors_of(catalog, views_of(session), now.run_ids)
-    return bundle.write(catalog.root, target, here, chosen, {SESSION: to_json(now).encode()}, done, most)
-
-
-def import_bundle(root: Path, source: Path, done: Done = lambda count, of: None) -> tuple[BundleImport, Version | None]:
-    """Import a bundle into a root: (what was done with its runs, the version of its session here). Raises BundleError,
+def import_bundle(root: Path, source: Path, done: Done = lambda count, of: None) -> tuple[BundleImport, Saved | None]:
+    """Import a bundle into a root: (what was done with its runs, its session as it is here). Raises BundleError,
     SessionError, ReadOnlyError, and then the root is unchanged."""
     sessions: list[Session] = []
 
@@ -311,13 +243,13 @@ def import_bundle(root: Path, source: Path, done: Done = lambda count, of: None)
         if SESSION in extras:
             sessions.append(parse(extras[SESSION]))
 
-    versions: list[Version] = []
+    saved: list[Saved] = []
 
     def finish(extras: dict[str, bytes]) -> None:
-        versions.extend(import_session(root, session) for session in sessions)
+        saved.extend(import_session(root, session) for session in sessions)
 
     imported = bundle.import_runs(root, source, check, done, finish)
-    return imported, versions[0] if versions else None
+    return imported, saved[0] if saved else None
 
 
 def summary(imported: BundleImport) -> str:

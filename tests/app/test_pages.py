@@ -25,7 +25,7 @@ from binade.app.formatting import plain
 from binade.app.params import texts_of
 from binade.app.questions.runs import page as runs_page
 from binade.app.questions.shared.labels import group_name
-from binade.app.sessions import draft
+from binade.app.sessions import open_session
 from binade.collector import Recorder
 from binade.data.catalog import Catalog, DamagedIndexError
 from binade.data.events import Event, EventKind, append_event
@@ -441,7 +441,7 @@ def test_an_index_that_stays_damaged_is_named_on_every_way_to_a_page(
     def damaged(*_: object) -> NoReturn:
         raise DamagedIndexError("the index cannot be read")
 
-    monkeypatch.setattr(draft, "follow_link", damaged)
+    monkeypatch.setattr(open_session, "follow_link", damaged)
     assert [error.value for error in visit(collected, "jobs").error] == ["the index cannot be read."]
 
 

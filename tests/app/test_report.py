@@ -341,7 +341,7 @@ def test_a_sessions_report_tells_its_pins_and_notes(command, root, tmp_path, sta
     view = View("explore", {"quant_type": ["mxfp8"]})
     with Catalog.open(root) as opened:
         kept = refreshed(opened, sessions.new(f"Report {HOSTILE}", view, notes=notes, pins=pins))
-        saved, _ = storage.save(root, kept)
+        saved = storage.create(root, kept).session
     output = tmp_path / "draw"
     try:
         given = ("--tensor-save-dir", str(root), "--output", str(output), "--session", saved.id)
@@ -583,7 +583,7 @@ def test_a_bundle_that_is_interrupted_leaves_nothing(tmp_path, verb, number):
             log.truncate(4 << 30)  # takes a while to pack
         with Catalog.open(root) as opened:
             made = refreshed(opened, sessions.new("Long", View("explore", {"view": ["explore"]})))
-            saved, _ = storage.save(root, made)
+            saved = storage.create(root, made).session
         arguments, watched = [saved.id, "--output", str(out / "x.zip")], out
     process = start_binade("bundle", verb, *arguments, "--tensor-save-dir", root)
     until(lambda: list(watched.glob(".*.part")) or process.poll() is not None, "the bundle to be begun")

@@ -52,7 +52,7 @@ def report(root: Path, pins: list[Pin], output: Path, jobs: int | None) -> tuple
     """(seconds, seconds of processor time) that the report of a session takes. Raises RuntimeError if a pin lacks."""
     with Catalog.open(root) as catalog:
         one = refreshed(catalog, session.new("Pins", View("map"), pins=tuple(pins)))
-        saved = storage.save(root, one).session
+        saved = storage.create(root, one).session
     spent, start = processor_time(), time.perf_counter()
     with Catalog.open(root) as catalog:
         writer.make(catalog, writer.ReportRequest(output, Filter(), jobs=jobs, session=saved.id), lambda *_: None)

@@ -123,7 +123,7 @@ def save_session(root: Path, count: int) -> str:
             for chart in charts
         ]
         one = refreshed(catalog, session.new("Pins", View("map"), pins=tuple(pins[:count])))
-        return storage.save(root, one).session.id
+        return storage.create(root, one).session.id
 
 
 @dataclass(frozen=True)

@@ -182,11 +182,10 @@ def pin_share_report(user: User) -> None:
     user.page.reload()
     settle(user.page)
     user.sees("3 pins")
-    user.button("Save")
+    user.button("Session")
     user.page.get_by_role("textbox", name="Name").fill("Three findings")
     user.keys += 1
     user.key("Tab")
-    user.button("Save session")
     user.button("Create report")
     user.sees("Save the report (HTML)")
     expect(user.page.locator("[data-testid=stCode]").get_by_text("session=")).to_be_visible()

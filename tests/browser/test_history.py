@@ -23,7 +23,7 @@ Visit = Callable[..., Page]
 @pytest.fixture(scope="module")
 def own_root(collected: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = roots.copy(collected, tmp_path_factory.mktemp("history") / "root")
-    storage.save(root, sessions.new("Why", sessions.View("tensor", {"view": ["why"], "format": ["mxfp4"]})))
+    storage.create(root, sessions.new("Why", sessions.View("tensor", {"view": ["why"], "format": ["mxfp4"]})))
     return root
 
 

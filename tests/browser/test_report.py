@@ -147,7 +147,7 @@ def test_a_sessions_report_travels(collected: Path, visit: Callable[..., Page], 
     pins = (Pin("explore", {"quant_type": ["mxfp4"], "by": ["layer_index"]}, "histogram", "Layer **by** layer"),)
     with Catalog.open(root) as opened:
         kept = sessions.new("It travels", sessions.View("map"), notes="**Look** here", pins=pins)
-        storage.save(root, refreshed(opened, kept))
+        storage.create(root, refreshed(opened, kept))
         table = draw(opened, pins[0]).figures[0].table
     with serving(root) as address:
         page = visit("/", base=address)

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from binade.app.sessions import storage
-from binade.app.sessions.session import SessionError, new
+from binade.app.sessions.log import Rename
+from binade.app.sessions.session import SessionError, new, to_json
 from binade.app.view import View
 from binade.data import bundle
 from binade.data.bundle import BundleError
@@ -148,25 +149,25 @@ def test_a_run_may_be_a_link_itself(run: Path, tmp_path: Path):
     bundle.write(tmp_path / "second", tmp_path / "bundle.zip", [run.name], None)
 
 
-@pytest.mark.parametrize("place", [".sessions", ".sessions/ID", ".sessions/ID/0001.json", ".sessions/ID/draft.json"])
+@pytest.mark.parametrize("place", [".sessions", ".sessions/ID", ".sessions/ID.jsonl", ".sessions/ID/0001.json"])
 def test_a_link_among_sessions_is_refused(place: str, tmp_path: Path):
     root = tmp_path / "root"
     session = new("mine", View("explore", {}))
-    storage.save(root, session)
-    storage.keep(root, session, "")
+    storage.create(root, session)
+    if "ID" in place and "jsonl" not in place:  # the folder of an older version
+        (root / ".sessions" / f"{session.id}.jsonl").unlink()
+        (root / ".sessions" / session.id).mkdir()
+        (root / ".sessions" / session.id / "0001.json").write_text(to_json(session))
     target = put_link(root / place.replace("ID", session.id), tmp_path / "outside")
     before = content(target)
     uses: list[Callable[[], object]] = [
-        lambda: storage.draft_of(root, session.id),
-        lambda: storage.keep(root, session, "1"),
-        lambda: storage.drop_draft(root, session.id, "1"),
+        lambda: storage.load(root, session.id),
+        lambda: storage.append(root, session.id, Rename("x")),
     ]
     if "json" not in place:
-        uses += [lambda: storage.save(root, session), lambda: storage.delete(root, session.id)]
-    if "draft" not in place:
-        uses = [lambda: storage.load(root, session.id), *(uses if "json" not in place else [])]
-        (problem,) = storage.list_sessions(root)[1]
-        assert "a symbolic link, which is not followed" in problem
+        uses.append(lambda: storage.delete(root, session.id))
+    (problem,) = storage.list_sessions(root)[1]
+    assert "a symbolic link, which is not followed" in problem
     for use in uses:
         with pytest.raises(SessionError, match="a symbolic link, which is not followed"):
             use()

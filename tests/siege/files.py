@@ -14,8 +14,9 @@ from typing import Any
 
 from streamlit.testing.v1 import AppTest
 
+from binade.app.sessions.log import Note, Rename
 from binade.app.sessions.session import View, new
-from binade.app.sessions.storage import list_sessions, save
+from binade.app.sessions.storage import append, create, list_sessions
 from binade.cli import main
 from binade.collector import jobs
 from binade.collector.cli.options import parse
@@ -297,20 +298,22 @@ def odd_segments(attempt: Attempt) -> None:
 
 
 def make_session(root: Path) -> None:
-    save(root, new("a session", View("explore", {})))
+    one = create(root, new("a session", View("explore", {}))).session
+    append(root, one.id, Rename("another name"))
+    append(root, one.id, Note("notes", ""))
 
 
 @attack("The page *Notebook* opens and reports the damaged file", tries=120)
 def damaged_sessions(attempt: Attempt) -> None:
     root = attempt.place / "runs"
     shutil.copytree(attempt.once("session", make_session), root)
-    (path,) = (root / ".sessions").rglob("0001.json")
-    _, how = attempt.choose(damages(["session.json"]))
+    (path,) = (root / ".sessions").glob("*.jsonl")
+    _, how = attempt.choose(damages([path.name]))
     attempt.case = damage(path, how, attempt.random)
     found, problems = list_sessions(root)
     for problem in problems:
         check_sentence(problem)
-    assert len(found) + len(problems) == 1
+    assert len(found) <= 1 and (found or problems or how == "missing")
     try:
         shown = show(root, "notebook")
         assert bool(problems) == bool(shown.warning), (problems, shown.warning)

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from binade.app.sessions.session import RunReference, View, new
-from binade.app.sessions.storage import save
+from binade.app.sessions.storage import create
 from binade.data.catalog import Catalog
 from binade.data.runs import fingerprint, list_runs, read_losses
 from tests.app import roots
@@ -126,7 +126,7 @@ def killed_writers(attempt: Attempt) -> None:
         root = roots.copy(attempt.root, place / "runs")
         runs = roots.runs_of(root)[:2]
         shown = tuple(RunReference(run.name, fingerprint(run)) for run in runs)
-        session = save(root, new("mine", View("explore", {}), runs=shown)).session
+        session = create(root, new("mine", View("explore", {}), runs=shown)).session
         (place / "session").write_text(session.id)
         finish("bundle", "export", session.id, "--output", str(place / "b.zip"), "--tensor-save-dir", str(root))
 

@@ -35,7 +35,7 @@ def hostile_sessions(attempt: Attempt) -> None:
         check_pictures(drawn)
     try:
         one = new(chance.choice(texts), View(page, params), notes=chance.choice(texts), pins=(pin,))
-        saved = storage.save(root, one).session
+        saved = storage.create(root, one).session
     except SessionError as error:
         check_sentence(error)
         return

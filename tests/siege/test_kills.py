@@ -7,13 +7,15 @@ import os
 import re
 import shutil
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from binade.app.sessions import storage
-from binade.app.sessions.session import RunReference, Session, new
+from binade.app.sessions.log import Rename
+from binade.app.sessions.session import RunReference, Session, new, to_json
 from binade.app.view import View
 from binade.collector.imports import importer
 from binade.data import bundle
@@ -37,10 +39,10 @@ def start(root: Path) -> None:
 
 
 def check_nothing_is_left(root: Path) -> None:
-    """No temporary file, no empty session, no run that cannot be read."""
+    """No temporary file, no empty folder, no run that cannot be read."""
     start(root)
     left = [path for path in root.rglob("*") if HIDDEN.fullmatch(path.name)]
-    left += [path for path in (root / ".sessions").glob("*") if not any(path.iterdir())]
+    left += [path for path in (root / ".sessions").glob("*") if path.suffix != ".jsonl" and not any(path.iterdir())]
     assert left == []
     assert list_runs(root)[1] == [] and verify(root).damaged == [] and storage.list_sessions(root)[1] == []
 
@@ -53,7 +55,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = make_run(root, TENSORS)
     shown = (RunReference(run.run_id, fingerprint(run.directory)),)
     session = Session(**{**vars(SESSION), "runs": shown})
-    storage.save(root, session)
+    storage.create(root, session)
     with Catalog.open(root) as catalog:
         storage.export_bundle(catalog, session, place / "bundle.zip", "all")
     return place
@@ -82,38 +84,51 @@ def test_deleting_a_run(source: Path, root: Path):
     assert seen == {True, False}
 
 
-def test_saving_a_session(root: Path):
-    numbers = {1}
-    for _ in steps(lambda: storage.save(root, SESSION)):
-        now = storage.load(root, SESSION.id).number
-        assert now - max(numbers) in (0, 1)
-        numbers.add(now)
-        check_nothing_is_left(root)
-    assert len(numbers) > 2
+def test_changing_a_session(source: Path, root: Path):
+    """Each change is there as a whole or not at all, also the first one of a session of an older version."""
+    (path,) = (root / ".sessions").iterdir()
+    older = path.with_suffix("") / "0001.json"
+    for new_name in ("of the log", "of the older version"):
+        if new_name == "of the older version":
+            older.parent.mkdir()
+            older.write_text(to_json(storage.load(root, SESSION.id).session))
+            path.unlink()
+        before, names = storage.load(root, SESSION.id).session.name, set()
+        for _ in steps(partial(storage.append, root, SESSION.id, Rename(new_name))):
+            names.add(storage.load(root, SESSION.id).session.name)
+            check_nothing_is_left(root)
+        assert names == {before, new_name}
 
 
-def test_saving_the_first_session(tmp_path: Path):
+def test_starting_a_session(tmp_path: Path):
     root, found = tmp_path / "root", set()
-    for _ in steps(lambda: storage.save(root, SESSION)):
-        versions, problems = storage.list_sessions(root)
+    for _ in steps(lambda: storage.create(root, SESSION)):
+        sessions, problems = storage.list_sessions(root)
         assert problems == []
-        found.add(len(versions))
+        found.add(len(sessions))
         if root.exists():
             check_nothing_is_left(root)
             shutil.rmtree(root)
     assert found == {0, 1}
 
 
-def test_keeping_and_deleting_a_session(source: Path, root: Path):
-    for _ in steps(lambda: storage.keep(root, SESSION, "")):
-        assert storage.load(root, SESSION.id).number == 1
-        check_nothing_is_left(root)
-    counts = set()
+def test_deleting_a_session(source: Path, root: Path):
+    """With the files of an older version: the older state does not come back."""
+    (path,) = (root / ".sessions").iterdir()
+    found = set()
+
+    def put_older() -> None:
+        path.with_suffix("").mkdir()
+        (path.with_suffix("") / "0001.json").write_text(to_json(SESSION))
+        storage.append(root, SESSION.id, Rename("newer"))
+
+    put_older()
     for _ in steps(lambda: storage.delete(root, SESSION.id)):
-        counts.add(len(storage.list_sessions(root)[0]))
+        found.add(tuple(saved.session.name for saved in storage.list_sessions(root)[0]))
         check_nothing_is_left(root)
         again(source, root)
-    assert counts == {0, 1}
+        put_older()
+    assert found == {("newer",), ()}
 
 
 def test_naming_a_run(root: Path):

@@ -6,7 +6,7 @@ import shutil
 import threading
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -14,6 +14,8 @@ from binade.app.jobs import saved_recipes
 from binade.app.report import writer as reports
 from binade.app.sessions import session as sessions
 from binade.app.sessions import storage
+from binade.app.sessions.log import Add, Caption, Delete, Move, Restore
+from binade.app.sessions.session import Pin
 from binade.app.view import View
 from binade.collector import jobs
 from binade.collector.cli.jobs import add_line
@@ -89,46 +91,23 @@ def _events(place: Path, turns: int) -> None:
     assert len(lines_of(_directory(place) / "loss.jsonl")) == 2 * turns
 
 
-def _draft(place: Path, who: int, turn: int) -> None:
-    """A tab that opens the session, edits it ten times and is closed. As the app does, it keeps its text as a session
-    of its own if the draft is another one."""
-    kept = storage.draft_of(place, SESSION.id)
-    assert kept
-    session, revision = kept
-    begun_with = f"{_text(session)}|{session.notes.partition('|')[2]}"
-    for edit in range(10):
-        session = replace(session, notes=f"{f'{who} {turn} {edit} ' * 500}|{begun_with}")
-        try:
-            revision = storage.keep(place, session, revision)
-        except storage.DraftChangedError:
-            session = sessions.copied(session, "copy")
-            revision = storage.keep(place, session, "")
+def _pin(place: Path, who: int, turn: int) -> None:
+    """Two tabs of a session: each pins, moves and deletes, and writes at what the other may have deleted."""
+    added = Add(Pin("map", {}, caption=f"{who} {turn}"))
+    storage.append(place, SESSION.id, added)
+    storage.append(place, SESSION.id, Move(added.pin_id, None))
+    first = storage.load(place, SESSION.id).state.pins[0].pin_id
+    storage.append(place, SESSION.id, Delete(first))
+    storage.append(place, SESSION.id, Caption(first, "seen"))
+    storage.append(place, SESSION.id, Restore(first))
+    storage.append(place, SESSION.id, Caption(added.pin_id, f"{who} {turn} at last"))
 
 
-def _drafts(place: Path, turns: int) -> None:
-    """The last text of every tab is in a draft, or was what a later tab has begun with."""
-    found, problems = storage.list_sessions(place)
-    sessions_found = [version.session for version in found]
-    texts = {_text(session) for session in sessions_found}
-    assert not problems and all(text.endswith(" 9") for text in texts)
-    begun_with = {text for session in sessions_found for text in session.notes.split("|")[1:]}
-    assert {f"{who} {turn} 9" for who in range(2) for turn in range(turns)} <= texts | begun_with
-
-
-def _text(session: sessions.Session) -> str:
-    return " ".join(session.notes.split()[:3])
-
-
-def _noted(who: int, turn: int) -> sessions.Session:
-    return replace(SESSION, notes=f"{who} {turn} " * 500)
-
-
-def _versions(place: Path, turns: int) -> None:
-    versions, problems = storage.history(place, SESSION.id)
-    assert len(versions) == 2 * turns and not problems
-    assert {version.session.notes for version in versions} == {
-        _noted(who, turn).notes for who in range(2) for turn in range(turns)
-    }
+def _pins(place: Path, turns: int) -> None:
+    saved = storage.load(place, SESSION.id)
+    captions = {pin.caption for pin in saved.session.pins}
+    assert saved.problems == () and len(saved.session.pins) == 2 * turns
+    assert captions - {"seen"} <= {f"{who} {turn} at last" for who in range(2) for turn in range(turns)}
 
 
 def _job(place: Path, who: int, turn: int) -> None:
@@ -208,17 +187,11 @@ WRITERS = {
     ),
     "counts of ranks": Writer(_run, _count, lambda place: read_run(_directory(place)), _counted),
     "events and losses": Writer(_run, _event, _nothing, _events),
-    "draft": Writer(
-        lambda place: storage.keep(place, SESSION, ""),
-        _draft,
-        lambda place: storage.draft_of(place, SESSION.id),
-        _drafts,
-    ),
     "session": Writer(
-        _nothing,
-        lambda place, who, turn: storage.save(place, _noted(who, turn)),
-        lambda place: storage.history(place, SESSION.id),
-        _versions,
+        lambda place: storage.create(place, SESSION),
+        _pin,
+        lambda place: storage.load(place, SESSION.id),
+        _pins,
     ),
     "queue": Writer(lambda place: add_line(place, LINE), _job, lambda place: queue.find(place, 1), _jobs),
     "recipe": Writer(_nothing, _recipe, _nothing, _recipes),

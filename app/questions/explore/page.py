@@ -44,7 +44,7 @@ from binade.app.questions.shared.laws import LAWS
 from binade.app.questions.shared.operands import MOST_LISTED, operand
 from binade.app.questions.shared.scope import Scope
 from binade.app.questions.shared.selection import Board
-from binade.app.sessions import draft
+from binade.app.sessions import open_session
 from binade.app.view import Reading, View
 from binade.data.access import read_only
 from binade.data.catalog import Catalog
@@ -137,7 +137,7 @@ class _Page:
         if law in LAWS and needs:
             at = (*self._key, "curves", law, tuple(needs[:PIECE]))
             data["curves"] = self.opened.kept(at, lambda: self._curves(needs[:PIECE], law))
-        data["pin"] = draft.can_keep() and not read_only()
+        data["pin"] = open_session.can_keep() and not read_only()
         data["saved"] = state.pop("explore_saved", None)
         return data
 
@@ -287,7 +287,7 @@ class _Page:
 
     def _pin(self, chart: str) -> None:
         if figure := self._figure(str(chart)):
-            draft.pin(figure, self.view)
+            open_session.pin(figure, self.view)
             st.session_state["explore_pinned"] = True  # the header says so
 
     def _save(self) -> None:

@@ -39,7 +39,7 @@ from binade.app.questions.map.standing_out import FAR, cause_of, cell_name, exce
 from binade.app.questions.shared.event_marks import events_of
 from binade.app.questions.shared.operands import GEMMS, OTHER
 from binade.app.questions.shared.scope import Scope, scope_of
-from binade.app.sessions import draft
+from binade.app.sessions import open_session
 from binade.app.style import MEASURES
 from binade.app.view import Reading, View, pool_of
 from binade.data.access import read_only
@@ -109,7 +109,7 @@ def _show(opened: Catalog, view: View, reading: Reading) -> Scope | None:
     data["pin"] = not read_only()
 
     def pin() -> None:
-        draft.pin_chart("map", map_.title)
+        open_session.pin_chart("map", map_.title)
         st.session_state["map_pinned"] = True  # the header says so
 
     result = _component()(
