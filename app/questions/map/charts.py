@@ -16,9 +16,8 @@ from binade.data.evidence import Measure
 from binade.data.names import name_of
 from binade.quant.normal import VS_NORMAL
 
-# From no loss to total loss, on light and on dark ground.
+# From no loss to total loss.
 HEAT = ["#eceae8", "#f9cdbb", "#f7906f", "#ee4f35", "#b3131f", "#67000d"]
-HEAT_DARK = ["#262b36", "#54302c", "#8f3a2c", "#d9482f", "#f78a62", "#ffd9c4"]
 TITLES = {gemm: f"{gemm} GEMM" for gemm in GEMMS} | {OTHER: "other tensors"}
 SHARES = "flush_to_zero", "saturated", "flushed_error_share", "saturated_error_share"
 FIXED = {"sqnr_db": (0.0, 40.0), VS_NORMAL: (-6.0, 6.0), "result_sqnr_db": (0.0, 40.0)}
@@ -77,13 +76,16 @@ def _heat(
     table = table[table["gemm"] == rows[0].gemm]
     shown = table.assign(operand=table["row"].map(dict(zip((row.key for row in rows), names, strict=True))))
     ends, key = [-1 if difference else 0, 1], legend(measure, values, difference)
-    good = f"datum.value > {ends[0]} ? {json.dumps(key['bad'])} : {json.dumps(key['good'])}"
-    look = {"title": measure.axis, "values": ends, "labelExpr": good, "gradientLength": 150}
+    colors = style.DIVERGING if difference else HEAT
+    if measure.low_is_bad:  # from the lowest value to the highest
+        table, colors = table.assign(shade=sum(ends) - table["shade"]), colors[::-1]
+    text = f"datum.value > {ends[0]} ? {json.dumps(key['high'])} : {json.dumps(key['low'])}"
+    look = {"title": measure.axis, "values": ends, "labelExpr": text, "gradientLength": 150}
     word = "layer" if across == "layer_index" else "iteration"
     cells = plot.mark(
         "rect", shown, stroke="#ffffff", strokeWidth=0.6, x=plot.ordinal(across, word, ticks=False),
         y=plot.names("operand", names, 200, {"labelOverlap": False, "labelFontSize": 11}),
-        color=plot.ramp("shade", look, domain=ends, range=style.DIVERGING if difference else HEAT),
+        color=plot.ramp("shade", look, domain=ends, range=colors),
         tips={"operand": of, across: word, "label": measure.axis, "tensors": ("tensors", ",")},
     )  # fmt: skip
     size: plot.Look = {"width": max(260, min(520, CELL * len(columns))), "height": ROW * len(names)}
@@ -111,7 +113,6 @@ def ticks(low: float, high: float) -> list[float]:
 
 
 def legend(measure: Measure, values: pd.Series, difference: bool) -> dict[str, Any]:
-    """What the ends of the colors mean."""
-    low, high = domain(values, measure, difference)
-    good, bad = (high, low) if measure.low_is_bad else (low, high)
-    return {"good": measure.quantity(good), "bad": measure.quantity(bad), "difference": difference}
+    """The values at the ends of the colors, and at which of them the bad ones are."""
+    low, high = (measure.quantity(end) for end in domain(values, measure, difference))
+    return {"low": low, "high": high, "bad_is_low": measure.low_is_bad, "difference": difference}

@@ -11,6 +11,7 @@ import pandas as pd
 from torch import Tensor
 
 from binade.app.params import Interval
+from binade.app.questions.shared.distributions import bars, half_binades
 from binade.app.questions.shared.rounded import MAX_SIDE, Subject
 from binade.quant.elements import Element
 from binade.quant.error_causes import CAUSES, ErrorCauses, ScaleCost
@@ -28,23 +29,12 @@ def zone_edges(element: Element, rounding: str) -> tuple[float, float]:
 
 
 def codebook_histogram(subject: Subject, of: Tensor | None = None) -> pd.DataFrame:
-    """The magnitudes over their scale by log2: columns low, high, share (of all values, per binade). Zeros left out.
+    """The magnitudes over their scale by log2: `distributions.bars`, of all values. Zeros have none.
 
-    of: [groups, block] bool, those of the values that are counted; by default all. Eighths of a binade; whole binades
-    where that would be more than 1,000 bars.
-    """
+    of: [groups, block] bool, those of the values that are counted; by default all."""
     magnitudes = subject.blocks.magnitudes[subject.blocks.valid if of is None else of]
-    values = magnitudes[magnitudes > 0].numpy()
-    total = len(magnitudes)
-    if not len(values):
-        return pd.DataFrame(columns=["low", "high", "share"])
-    mantissa, exponent = np.frexp(values)
-    parts = 8 if exponent.max() - exponent.min() < 125 else 1
-    place = (exponent.astype(np.int64) - 1) * parts + np.floor((2 * mantissa - 1) * parts).astype(np.int64)
-    bins, counts = np.unique(place, return_counts=True)
-    low = bins // parts + np.log2(1 + bins % parts / parts)
-    high = bins // parts + np.log2(1 + (bins % parts + 1) / parts)
-    return pd.DataFrame({"low": low, "high": high, "share": counts / total / (high - low)})
+    log2 = np.log2(magnitudes[magnitudes > 0].numpy().astype(np.float64))
+    return bars(*half_binades(log2, log2, np.ones(len(log2))), total=len(magnitudes))
 
 
 def zones(subject: Subject, of: Tensor | None = None) -> pd.DataFrame:
