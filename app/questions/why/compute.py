@@ -61,17 +61,20 @@ def zones(subject: Subject, of: Tensor | None = None) -> pd.DataFrame:
     return pd.DataFrame({"zone": [*counts], **shares})
 
 
-def error_by_binade(causes: ErrorCauses) -> pd.DataFrame:
+def error_by_binade(causes: ErrorCauses, clip: float) -> pd.DataFrame:
     """Shares of the squared error by binade and cause: columns low, high (log2 of |value / scale|), cause, share, and
-    from and to, between which a stacked bar shows it."""
+    from and to, between which an area of this share stands over low to high. clip: log2 of the largest code, from where
+    on values are saturated, and up to which others have the error of the grid."""
     rows = []
     for binade, shares in zip(causes.binades.tolist(), causes.by_binade.tolist(), strict=True):
-        start = 0.0
+        divided, start = binade < clip < binade + 1, 0.0
+        ends = {"saturated": (clip, binade + 1), "grid": (binade, clip)} if divided else {}
         for cause, share in zip(CAUSES, shares, strict=True):
             if share:
-                place = {"low": binade, "high": binade + 1, "cause": cause, "share": share}
-                rows.append(place | {"from": start, "to": start + share})
-            start += share
+                low, high = ends.get(cause, (binade, binade + 1))
+                place = {"low": low, "high": high, "cause": cause, "share": share}
+                rows.append(place | {"from": start, "to": start + share / (high - low)})
+            start = 0.0 if divided else start + share
     return pd.DataFrame(rows, columns=["low", "high", "cause", "share", "from", "to"])
 
 
