@@ -88,7 +88,9 @@ def show_question(opened: Catalog, view: View, reading: Reading) -> None:
         show_controls((control for control in controls if not control.folded), reading.values, gap="large")
         if folded := [control for control in controls if control.folded]:
             used = any(reading.values[control.name] != control.param_in(opened).default for control in folded)
-            with st.expander("More options", expanded=used):
+            key = f"more_options_of_{question.view}"
+            st.session_state[key] = st.session_state.get(key, False) or used  # one that was used stays open
+            with st.expander("More options", expanded=st.session_state[key]):
                 show_controls(folded, reading.values)
     drawn = drawn_of(opened, view, question.slow)
     if drawn is not None:

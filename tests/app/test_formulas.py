@@ -322,12 +322,13 @@ class TestWhatIf:
 
         assert offers.choices
         for (label, params), values in zip(offers.choices.items(), taken, strict=True):
-            ((name, value),) = params.items()
             said = float(re.search(r": \+([\d.]+) dB", label)[1])
-            option = name.removesuffix("_size")
-            parsed = int(value) if value.isdecimal() else value
-            assert sqnr(**{option: parsed}) - sqnr() == pytest.approx(said, abs=0.051)
-            assert values[name] == value
+            options = {name.removesuffix("_size"): value for name, value in params.items()}
+            parsed = {name: int(value) if value.isdecimal() else value for name, value in options.items()}
+            assert sqnr(**parsed) - sqnr() == pytest.approx(said, abs=0.051)
+            assert {name: values[name] for name in params} == params
+        assert any("hadamard" in params for params in offers.choices.values())
+        assert any(len(params) > 1 for params in offers.choices.values())
 
     @pytest.mark.thorough
     def test_the_mean_over_tokens_is_subtracted_where_there_are_tokens(self, catalog):
