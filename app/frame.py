@@ -101,7 +101,7 @@ def _show_part(part: PagePart, view: View, opened: Catalog) -> None:
             _warn(reading.problems)
             if reading.scope:
                 _say(scope, reading.scope)
-            else:
+            elif not reading.question_of_tensor:
                 scope.caption("&nbsp;")  # its line, so that nothing moves once the answer says it
             st.session_state.pop(layout.SCOPE, None)
             module.show(opened, view, reading)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -9,6 +10,7 @@ from itertools import groupby
 from typing import Any, Literal
 
 import streamlit as st
+from streamlit.delta_generator import DeltaGenerator
 
 from binade.app import address
 from binade.app import show as show_items
@@ -16,6 +18,7 @@ from binade.app.bar import offer_to_clear
 from binade.app.control import Control
 from binade.app.figure import Controls, Drawn, Facts, Figure, Item, Offers, Table, Text
 from binade.app.formatting import plain
+from binade.app.pages.registry import PAGES
 from binade.app.params import Interval, Many, Specs, Whole
 from binade.app.questions.shared.selection import Of, select
 from binade.app.view import Reading, View
@@ -23,6 +26,8 @@ from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 
 SCOPE = "scope_of_answer"  # the key of what the answer that was shown last used
+PATIENCE = 0.5  # seconds until an answer that is computed shows a progress bar
+AROUND = 8  # pixels of a chart beside its picture
 
 
 def show(opened: Catalog, view: View, reading: Reading) -> None:
@@ -33,10 +38,26 @@ def show(opened: Catalog, view: View, reading: Reading) -> None:
     show_room(opened, view, reading)
 
 
+def room_place(reading: Reading, page: str) -> DeltaGenerator:
+    """The place of a room, beside empty ones of the page's other rooms. The elements of another room would otherwise
+    stay until this one has replaced them one by one, and be moved about by it."""
+    assert reading.part
+    places = {}
+    for name in dict.fromkeys(part.room_name for part in PAGES[page].parts.values()):
+        places[name] = st.container() if name == reading.part.room_name else st.empty()
+    return places[reading.part.room_name]
+
+
 def show_room(opened: Catalog, view: View, reading: Reading) -> None:
     """Show the questions of a room: the one that its control chooses, or the first with the others as sections. A
     section is computed when it is opened, which the address says."""
     assert reading.part and reading.question
+    with room_place(reading, view.page):
+        _show_room(opened, view, reading)
+
+
+def _show_room(opened: Catalog, view: View, reading: Reading) -> None:
+    assert reading.part
     first, *others = reading.part.room
     if first.choice:
         titles = {question.view: question.title for question in (first, *others)}
@@ -175,7 +196,7 @@ def drawn_of(opened: Catalog, view: View, slow: str) -> Drawn | None:
 def _drawn_of(opened: Catalog, view: View, slow: str) -> Drawn | None:
     if not slow:
         return view.draw(opened)
-    wanted = repr(view)
+    wanted, start = repr(view), time.monotonic()
     if show_items.stopped(slow, wanted):
         return None
     with ExitStack() as stack:
@@ -183,7 +204,11 @@ def _drawn_of(opened: Catalog, view: View, slow: str) -> Drawn | None:
 
         def done(count: int, of: int) -> None:
             nonlocal bar
-            bar = bar or stack.enter_context(show_items.progress(slow, wanted))
+            if bar is None and time.monotonic() - start < PATIENCE:
+                return
+            if bar is None:
+                stack.enter_context(st.container(key="computing"))  # over the page, so that nothing moves
+                bar = stack.enter_context(show_items.progress(slow, wanted))
             bar(count, of)
 
         return view.draw(opened, done)
@@ -196,6 +221,7 @@ def show_answer(opened: Catalog, drawn: Drawn, view: View, reading: Reading) -> 
     for problem in drawn.problems:
         if problem not in reading.problems:  # these are shown above
             st.info(plain(problem), icon=":material/block:")
+    _reserve(drawn.figures)
     for _, group in groupby(drawn.items, key=lambda item: item.group or id(item)):
         cells: list[list[Item]] = []
         for item in group:
@@ -209,6 +235,18 @@ def show_answer(opened: Catalog, drawn: Drawn, view: View, reading: Reading) -> 
             with place:
                 for index, item in enumerate(cell):
                     _show(opened, item, view, reading, left[index] if index < len(left) else None)
+
+
+def _reserve(figures: Iterable[Figure]) -> None:
+    """Give each figure its height before it is drawn."""
+    rules = [
+        f".st-key-card_{figure.name} {{min-height: {height + AROUND}px}}"
+        f".st-key-card_{figure.name} .chart[data-state=drawing] {{min-height: {height}px}}"
+        for figure in figures
+        if (height := figure.height)
+    ]
+    if rules:
+        st.html(f"<style>{''.join(rules)}</style>")
 
 
 def _show(opened: Catalog, item: Item, view: View, reading: Reading, left: Item | None) -> None:

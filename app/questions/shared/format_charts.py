@@ -18,6 +18,7 @@ ERROR_PANELS = (
 )
 
 
+LEAST = 7  # bars for which a panel has room, so that nothing below it moves when an option adds some
 ENDS = (("low", "10th"), ("high", "90th"))
 
 
@@ -56,4 +57,4 @@ def trial_panels(table: pd.DataFrame) -> list[Chart]:
 
 def format_height(table: pd.DataFrame) -> int:
     """Pixels that a panel needs."""
-    return 80 + 28 * len(table)
+    return 80 + 28 * max(len(table), LEAST)

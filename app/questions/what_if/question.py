@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -123,8 +123,8 @@ def draw(
     made = plan(selected, values)
     if not made.trials or not made.ids:
         return Drawn(problems=made.said)
-    drawn = results(selected, made, tried(selected.opened, made, done))
-    return replace(drawn, items=(*_offers(selected, values), *drawn.items), used=made.used)
+    drawn = results(selected, made, tried(selected.opened, made, done), _offers(selected, values))
+    return replace(drawn, used=made.used)
 
 
 def _offers(selected: SelectedTensor, values: dict[str, Any]) -> Iterator[Offers]:
@@ -276,8 +276,8 @@ def _tensors(opened: Catalog, made: TrialPlan) -> Iterator[compute.TriedOperand]
             continue
 
 
-def results(selected: SelectedTensor, made: TrialPlan, tried: Tried) -> Drawn:
-    """The table and charts of the trials."""
+def results(selected: SelectedTensor, made: TrialPlan, tried: Tried, offers: Iterable[Offers] = ()) -> Drawn:
+    """The charts of the trials, what is offered, and the table."""
     table, shown = tried
     verdict = _verdict(table, _scored(selected, made))
     table = table.drop(columns="each")
@@ -292,11 +292,11 @@ def results(selected: SelectedTensor, made: TrialPlan, tried: Tried) -> Drawn:
     caption = f"{what}\n{definitions}{spread if len(made.ids) > 1 else ''}{rotated}"
     height = format_charts.format_height(table)
     said = (*made.said, f"Computed from {how}.") if sampled else made.said
-    items: list[Item] = [Text(text) for text in said]
-    items += [
+    items: list[Item] = [
         Figure(f"trials_{index}", panel, table, caption, height=height, group="trials")
         for index, panel in enumerate(format_charts.trial_panels(table))
     ]
+    items += [*offers, *(Text(text) for text in said)]
     rows = table.assign(format=table["label"])
     gradients = bool(made.used) or str(selected.row["tensor_name"]).startswith("grad_")
     about = differences((one.spec for one in made.trials), gradients)
