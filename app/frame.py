@@ -16,6 +16,7 @@ from binade.app.formatting import plain
 from binade.app.pages.registry import PAGES, PagePart
 from binade.app.params import read
 from binade.app.questions.shared.scope import Scope
+from binade.app.sessions import open_session
 from binade.app.state import SYNC_SECONDS, catalog, explain_empty, explain_refused, redraw_on_change, redraw_when, tell
 from binade.app.view import View
 from binade.data.access import read_only, reason
@@ -102,7 +103,8 @@ def _show_part(part: PagePart, view: View, opened: Catalog) -> None:
             explain_nothing(reading.where)
         else:
             _warn(reading.problems)
-            scope.caption("&nbsp;")  # its line, so that nothing moves once the answer says it
+            if not reading.question_of_tensor:
+                scope.caption("&nbsp;")  # its line, so that nothing moves once the answer says it
             _say(scope, module.show(opened, view, reading))
     else:
         _parts(name, view)

@@ -351,7 +351,8 @@ class _Progress:
 
     def __init__(self, what: str, asked: Hashable) -> None:
         self.container = st.empty()
-        with self.container.container(horizontal=True, vertical_alignment="bottom"):
+        key = f"computing_{plain_name(what)}"  # over the page, so that nothing moves: app.css
+        with self.container.container(key=key, horizontal=True, vertical_alignment="bottom"):
             self.bar = st.progress(0.0, text=f"{what} …")
             # Any click ends the computation, because the page is drawn again.
             st.button("Stop", icon=":material/stop_circle:", key=f"stop_{what}", on_click=_stop, args=(what, asked))

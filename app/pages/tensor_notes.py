@@ -21,13 +21,13 @@ NOT_LOGGED = ("model", "size", "dataset", "recipe")
 
 
 def show_notes(row: pd.Series, config: str) -> None:
-    """Show the notes on a tensor, if there are any. config: run.json, as text."""
+    """A button that shows the notes on a tensor, if there are any. config: run.json, as text."""
     sentences = notes({str(name): value for name, value in row.items()}, config)
     if not sentences:
         return
     imported = pd.notna(row["path"]) and str(row["path"]).startswith("/")
-    title = "Imported tensor: log entries and corrections" if imported else "About this tensor"
-    with st.expander(title, icon=":material/description:", expanded=True):
+    title = "Log entries and corrections" if imported else "About this tensor"
+    with st.popover(title, icon=":material/description:", width="content"):
         if imported:
             _words(row)
         st.text("\n".join(one_line(sentence, LONGEST) for sentence in sentences))

@@ -24,20 +24,21 @@ def show(opened: Catalog, view: View, reading: Reading) -> Scope | None:
     row = opened.rows_of([tensor_id]).iloc[0]
     gemms = gemms_of(opened, row) if "gemm" in reading.values else ()
     st.session_state["tensor"] = tensor_id
-    left, right = st.columns([3, 1.2], vertical_alignment="center") if len(gemms) > 1 else (st.container(), None)
-    left.selectbox(
-        "Tensor", list(labels), key="tensor", format_func=lambda name: labels.get(name, name), on_change=_choose,
-        filter_mode="contains", label_visibility="collapsed",
-    )  # fmt: skip
-    if right:
-        st.session_state["gemm"] = reading.values["gemm"] if reading.values["gemm"] in gemms else gemms[0]
-        right.segmented_control(
-            "Operand of", gemms, key="gemm", required=True, label_visibility="collapsed", on_change=_choose_gemm,
-            format_func="in {}".format, help="The GEMM that rounds it, along the axis that it contracts",
+    with st.container(horizontal=True, vertical_alignment="center", gap="small"):
+        st.selectbox(
+            "Tensor", list(labels), key="tensor", format_func=lambda name: labels.get(name, name), on_change=_choose,
+            filter_mode="contains", label_visibility="collapsed",
         )  # fmt: skip
+        if len(gemms) > 1:
+            st.session_state["gemm"] = reading.values["gemm"] if reading.values["gemm"] in gemms else gemms[0]
+            st.segmented_control(
+                "Operand of", gemms, key="gemm", required=True, label_visibility="collapsed", on_change=_choose_gemm,
+                format_func="in {}".format, help="The GEMM that rounds it, along the axis that it contracts",
+                width="content",
+            )  # fmt: skip
+        show_notes(row, str(opened.runs().set_index("run_id").at[row["run_id"], "config"]))
     if opened.totals(where).tensors > MOST_LISTED:
         st.caption(f"{MOST_LISTED:,} tensors are listed: narrow the filter to see others.")
-    show_notes(row, str(opened.runs().set_index("run_id").at[row["run_id"], "config"]))
     with (
         st.spinner("Reading the values …", show_time=True)
         if pd.notna(row["path"]) and row["numel"] > LARGE

@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import Any, Literal, TypeVar
 
 import streamlit as st
+from streamlit.delta_generator import DeltaGenerator
 
 from binade.app import address
 from binade.app import show as show_items
@@ -15,6 +16,7 @@ from binade.app.bar import offer_to_clear
 from binade.app.control import Control
 from binade.app.figure import Controls, Drawn, Facts, Figure, Item, Offers, Table, Text
 from binade.app.formatting import plain
+from binade.app.pages.registry import PAGES
 from binade.app.params import Interval, Many, Specs, Whole
 from binade.app.questions.shared.scope import Scope
 from binade.app.questions.shared.selection import Of, select
@@ -23,7 +25,8 @@ from binade.data.cache import Done
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 
-MOMENT = 1.0  # seconds that an answer may take before its progress is shown
+MOMENT = 0.5  # seconds that an answer may take before its progress is shown
+AROUND = 8  # pixels of a chart beside its picture
 T = TypeVar("T")
 
 
@@ -36,11 +39,27 @@ def show(opened: Catalog, view: View, reading: Reading) -> Scope | None:
     return show_room(opened, view, reading)
 
 
+def room_place(reading: Reading, page: str) -> DeltaGenerator:
+    """The place of a room, beside empty ones of the page's other rooms. The elements of another room would otherwise
+    stay until this one has replaced them one by one, and be moved about by it."""
+    assert reading.part
+    places = {}
+    for name in dict.fromkeys(part.room_name for part in PAGES[page].parts.values()):
+        places[name] = st.container() if name == reading.part.room_name else st.empty()
+    return places[reading.part.room_name]
+
+
 def show_room(opened: Catalog, view: View, reading: Reading) -> Scope | None:
     """Show the questions of a room: the one that its control chooses, or the first with the others as sections. A
     section is computed when it is opened, which the address says. Returns the scope of the answer that is shown last.
     """
     assert reading.part and reading.question
+    with room_place(reading, view.page):
+        return _show_room(opened, view, reading)
+
+
+def _show_room(opened: Catalog, view: View, reading: Reading) -> Scope | None:
+    assert reading.part
     first, *others = reading.part.room
     if first.choice:
         titles = {question.view: question.title for question in (first, *others)}
@@ -100,7 +119,9 @@ def show_question(opened: Catalog, view: View, reading: Reading) -> Scope | None
         show_controls((control for control in controls if not control.folded), reading.values, gap="large")
         if folded := [control for control in controls if control.folded]:
             used = any(reading.values[control.name] != control.param_in(opened).default for control in folded)
-            with st.expander("More options", expanded=used):
+            key = f"more_options_of_{question.view}"
+            st.session_state[key] = st.session_state.get(key, False) or used  # one that was used stays open
+            with st.expander("More options", expanded=st.session_state[key]):
                 show_controls(folded, reading.values)
     drawn = drawn_of(opened, reading)
     if drawn is None:
@@ -199,6 +220,7 @@ def show_answer(opened: Catalog, drawn: Drawn, view: View, reading: Reading) -> 
     for problem in drawn.problems:
         if problem not in reading.problems:  # these are shown above
             st.info(plain(problem), icon=":material/block:")
+    _reserve(drawn.figures)
     for _, group in groupby(drawn.items, key=lambda item: item.group or id(item)):
         cells: list[list[Item]] = []
         for item in group:
@@ -212,6 +234,18 @@ def show_answer(opened: Catalog, drawn: Drawn, view: View, reading: Reading) -> 
             with place:
                 for index, item in enumerate(cell):
                     _show(opened, item, view, reading, left[index] if index < len(left) else None)
+
+
+def _reserve(figures: Iterable[Figure]) -> None:
+    """Give each figure its height before it is drawn."""
+    rules = [
+        f".st-key-card_{figure.name} {{min-height: {height + AROUND}px}}"
+        f".st-key-card_{figure.name} .chart[data-state=drawing] {{min-height: {height}px}}"
+        for figure in figures
+        if (height := figure.height)
+    ]
+    if rules:
+        st.html(f"<style>{''.join(rules)}</style>")
 
 
 def _show(opened: Catalog, item: Item, view: View, reading: Reading, left: Item | None) -> None:

@@ -215,11 +215,11 @@ class TestLog2Histogram:
             else:
                 assert str(index) not in area
 
-    def test_eighths(self):
-        values = torch.tensor([1.0, 1.12, 1.125, 1.9, -1.99, 0.0])
+    def test_halves(self):
+        values = torch.tensor([1.0, 1.49, 1.5, -0.7, -0.51, 0.0])
         table = distributions.log2_histogram([distribution_of("x", values)]).set_index("low")
-        assert (2**table.index).tolist() == pytest.approx([1, 1.125, 1.875])
-        assert (table["share"] * (table["high"] - table.index)).tolist() == pytest.approx([2 / 6, 1 / 6, 2 / 6])
+        assert (2**table.index).tolist() == pytest.approx([0.5, 1, 1.5])
+        assert (table["share"] * (table["high"] - table.index)).tolist() == pytest.approx([2 / 6, 2 / 6, 1 / 6])
 
     def test_keeps_the_order_of_the_groups(self, tensors):
         found = [distribution_of(name, tensors[name][1]) for name in reversed(NAMES)]

@@ -45,7 +45,8 @@ def found(groups: list[str]) -> list[distributions.Distribution]:
 
 
 def comparison(**columns: list[float]) -> pd.DataFrame:
-    table = pd.DataFrame({"format": ["hifp8", "mxfp8", "mxfp4", "nvfp4"], "tensors": 3})
+    formats = ["hifp8", "mxfp8", "mxfp4", "nvfp4"]
+    table = pd.DataFrame({"format": formats, "label": formats, "tensors": 3})
     usual = {"sqnr_db": [31.0, 30.0, 19.0, 20.0], "flush_to_zero": [0, 0.1, 0.2, 0], "saturated": [0, 0, 0, 0.5]}
     return table.assign(**usual | columns)
 
@@ -320,7 +321,7 @@ def test_outlines_enclose_what_the_bins_hold(make):
 class TestFormatPanels:
     def test_have_titles_units_and_figures(self):
         for panel, (_, name, unit, _) in zip(
-            format_charts.format_panels(comparison()), format_charts.ERROR_PANELS, strict=True
+            format_charts.trial_panels(comparison()), format_charts.ERROR_PANELS, strict=True
         ):
             made = spec(panel)
             assert made["title"]["text"] == name
@@ -333,12 +334,12 @@ class TestFormatPanels:
         [(math.inf, "no error"), (-math.inf, "overflows"), (math.nan, "no value"), (31.25, "31.2"), (-3.0, "−3.0")],
     )
     def test_any_value_has_a_label(self, value, label):
-        made = spec(format_charts.format_panels(comparison(sqnr_db=[value, 1.0, 2.0, 3.0]))[0])
+        made = spec(format_charts.trial_panels(comparison(sqnr_db=[value, 1.0, 2.0, 3.0]))[0])
         rows = [row for data in made["datasets"].values() for row in data if row.get("format") == "hifp8"]
         assert rows[0]["label"] == label
 
     def test_without_any_value(self):
-        for panel in format_charts.format_panels(comparison(sqnr_db=[math.nan] * 4)):
+        for panel in format_charts.trial_panels(comparison(sqnr_db=[math.nan] * 4)):
             spec(panel)
 
 

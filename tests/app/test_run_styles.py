@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from binade.app import style
-from binade.app.questions.shared.runs import every_run
+from binade.app.questions.shared.runs import distinct_ends, every_run
 from binade.app.view import View
 from binade.data.catalog import Catalog
 from binade.data.runs import RunNotes, change_notes
@@ -92,3 +92,18 @@ def test_looks_differ_and_a_later_run_changes_none():
 def test_colors_that_are_hard_to_tell_apart_have_other_dashes():
     (first, one), (second, other) = style.run_styles([("mxfp8", None), ("x", style.PALETTE[0])])
     assert first != second and one != other
+
+
+@pytest.mark.parametrize(
+    ("labels", "shown"),
+    [
+        (["llama_sweep_lr1e-3_mxfp4", "llama_sweep_lr1e-3_mxfp8"], ["…mxfp4", "…mxfp8"]),
+        (["llama_sweep_lr1e-3", "llama_sweep_lr1e-4"], ["…lr1e-3", "…lr1e-4"]),
+        (["mxfp4 · seed 1", "mxfp4 · seed 2"], ["mxfp4 · seed 1", "mxfp4 · seed 2"]),
+        (["llama_sweep_run_a", "bf16"], ["llama_sweep_run_a", "bf16"]),
+        (["mxfp4", "mxfp8"], ["mxfp4", "mxfp8"]),
+        (["llama_sweep_lr1e-3_mxfp4"], ["llama_sweep_lr1e-3_mxfp4"]),
+    ],
+)
+def test_a_list_of_runs_leaves_out_a_long_beginning_that_all_share(labels: list[str], shown: list[str]):
+    assert distinct_ends(labels) == shown

@@ -172,7 +172,7 @@ def test_a_range_counts_the_values_that_numpy_finds(spec: str, dim: int):
         f"{'runs of 32 values' if spec == 'hifp8' else 'blocks'}; they hold {share * 100:.3g}% of the sum of squares. "
         f"{own:,} of them are in channel 60: {own / 128 * 100:.3g}% of the 128 values there."
     )
-    histogram, _, channels, tokens = drawn.figures
+    histogram, channels, tokens = drawn.figures
     for figure in (histogram, channels, tokens):  # a pin or a picture says what it counts
         assert " ≤ |value / scale| < 2" in figure.caption
     assert channels.table["values"].tolist() == cells.sum(0).tolist() and set(channels.table["of"]) == {128}
@@ -192,7 +192,7 @@ def test_the_range_of_a_sample_and_of_channels_that_are_combined():
     drawn = drawn_why(x, "hifp8", range=Interval(-3, -1.5), channel=1001)
     part = np.log2(np.abs(x[::2].double().numpy()))
     inside = (part >= -3) & (part < -1.5)
-    text, (histogram, _, channels, tokens) = drawn.sentences[0], drawn.figures
+    text, (histogram, channels, tokens) = drawn.sentences[0], drawn.figures
     assert text.startswith(f"2⁻³ to 2⁻¹·⁵ (in the sample): {inside.sum():,} values, ")
     assert "of 1,024 channels" in text and "of 550 tokens" in text
     assert f"{inside[:, 1000:1002].sum()} of them are in channels 1,000 to 1,001" in text
@@ -259,13 +259,15 @@ def test_the_value_with_most_of_the_error_is_named():
 def test_the_error_by_binade_and_cause_is_that_of_all_values(spec):
     x = torch.randn(256, 128, generator=torch.Generator().manual_seed(1)) * 2.0**-17
     drawn, whole = drawn_why(x, spec), look(x, spec)
-    table = drawn.get("causes").table
+    table = drawn.get("codebook").table.rename(columns={"of": "cause"})
+    table = table[table["cause"] != "values"]
     squares = (whole.y.double() - whole.x.double()).square().numpy()
     binade = np.frexp(whole.magnitudes.numpy())[1] - 1
     for low, cause, share in table[["low", "cause", "share"]].itertuples(index=False):
         flushed, clipped = (whole.y == 0).numpy(), whole.clipped.numpy()
         inside = {"flushed": flushed, "saturated": clipped & ~flushed, "grid": ~flushed & ~clipped}[cause]
-        assert share == pytest.approx(squares[inside & (binade == low)].sum() / squares.sum(), rel=1e-9)
+        assert share == pytest.approx(squares[inside & (binade == math.floor(low))].sum() / squares.sum(), rel=1e-9)
+    assert ((table["to"] - table["from"]) * (table["high"] - table["low"])).sum() == pytest.approx(1)
     assert table["share"].sum() == pytest.approx(1)
     assert ("decomposition" in drawn.tables) == (spec != "hifp8")
 

@@ -68,8 +68,12 @@ def test_a_cell_is_read_chosen_and_opened(visit: Visit, catalog: Catalog, run: s
     assert query(page) == {"metric": "sqnr_db", "cell": CELL}
     assert "L2 fc1 input · forward GEMM" in panel(page) and f"SQNR\n{sqnr[2]:.1f} dB" in panel(page)
     assert page.locator(".map .cell.on").get_attribute("data-id") == CELL
+    named = page.get_by_role("grid", name="forward GEMM").get_by_role(
+        "gridcell", name=f"fc1 input, forward GEMM, layer 2: {sqnr[2]:.1f} dB"
+    )
+    assert named.get_attribute("aria-selected") == "true" and named.get_attribute("data-id") == CELL
 
-    page.locator(".map .grid").focus()
+    cell(page, query(page)["cell"]).focus()
     for key, name in (("ArrowLeft", "L1 fc1 input"), ("ArrowDown", "L1 fc1 weight"), ("ArrowUp", "L1 fc1 input")):
         press_key(page, key)
         assert f"{name} · forward GEMM" in panel(page)
@@ -87,9 +91,25 @@ def test_a_cell_is_read_chosen_and_opened(visit: Visit, catalog: Catalog, run: s
     page.go_back()
     settle(page)
     assert query(page)["cell"] == "forward/fc1/input/1" and "L1 fc1 input · forward GEMM" in panel(page)
-    page.locator(".map .grid").focus()
+    cell(page, query(page)["cell"]).focus()
     page.keyboard.press("Enter")
     page.wait_for_url("**/tensor?**")
+
+
+def test_the_panel_stands_beside_the_map_whose_columns_align(visit: Visit):
+    """At 1280 × 800 nothing of the panel but a long list of formats has to be scrolled to."""
+    page = visit("/")
+    page.set_viewport_size({"width": 1280, "height": 800})
+    cell(page, CELL).click()
+    page.wait_for_url("**cell=**")
+    settle(page)
+    box = page.locator(".map .panel").bounding_box()
+    assert box and box["x"] + box["width"] <= 1280 and box["y"] + box["height"] <= 800
+    assert page.locator(".map .panel").evaluate("panel => panel.scrollHeight <= panel.clientHeight")
+    lefts = page.locator(".map .rows").evaluate_all(
+        "all => all.map(rows => rows.querySelector('.cell').getBoundingClientRect().x - rows.getBoundingClientRect().x)"
+    )
+    assert len(lefts) == 3 and max(lefts) - min(lefts) < 0.5
 
 
 @pytest.mark.thorough

@@ -3,7 +3,6 @@ quantiles. A browser keeps them for the tensors that are listed, so that it can 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,25 +12,9 @@ import numpy as np
 import pandas as pd
 
 from binade.app.questions.explore.quantile_plots import Quantiles
-from binade.app.questions.shared.distributions import Distribution, magnitudes, merged
+from binade.app.questions.shared.distributions import Distribution, edge, half_binades, magnitudes
 
-# Where a binade is divided: a bin of a sketch ends there, so that counts of raw values are exact.
-HALF = math.log2(1.5)
 DIGITS = 5  # of a share
-
-
-def edge(index: np.ndarray) -> np.ndarray:
-    """log₂ of the magnitude at which the bin of this number begins: two bins per binade, 1 to 1.5 and 1.5 to 2."""
-    whole, half = np.divmod(index, 2)
-    return np.asarray(whole + half * HALF)
-
-
-def _index(log2: np.ndarray) -> np.ndarray:
-    """The number of the bin of a log₂, with a fraction."""
-    whole = np.floor(log2)
-    part = log2 - whole
-    within = np.where(part < HALF, part / HALF, 1 + (part - HALF) / (1 - HALF))
-    return np.asarray((2 * whole + within).round(9))
 
 
 @dataclass(frozen=True)
@@ -49,14 +32,9 @@ class Curve:
     def bins(self) -> tuple[int, np.ndarray]:
         """(the number of the first bin, the share of all values in each bin, per binade)."""
         nonzero = magnitudes(self.distribution)
-        if not nonzero.total:
-            return 0, np.empty(0)
-        edges, counts = merged(_index(nonzero.low), _index(nonzero.high), nonzero.count.astype(float), 1)
-        if not counts[-1]:  # the largest value ends a bin
-            counts = counts[:-1]
-        first = int(edges[0])
+        first, counts = half_binades(nonzero.low, nonzero.high, nonzero.count)
         widths = np.diff(edge(np.arange(first, first + len(counts) + 1)))
-        return first, counts / self.distribution.total / widths
+        return first, counts / max(self.distribution.total, 1) / widths
 
     @property
     def bins_as_json(self) -> dict[str, Any]:

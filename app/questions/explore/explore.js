@@ -21,7 +21,7 @@ function element(name, attributes = {}, ...children) {
 }
 
 const same = (a, b) => JSON.stringify(a) === JSON.stringify(b);
-// log₂ of the magnitude at which a bin begins, as edge() in curves.py.
+// log₂ of the magnitude at which a bin begins, as edge() in distributions.py.
 const HALF = Math.log2(1.5);
 const edge = index => Math.floor(index / 2) + (index % 2 ? HALF : 0);
 const table = columns => ({ columns, length: Object.values(columns)[0].length });

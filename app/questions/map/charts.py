@@ -17,9 +17,8 @@ from binade.app.questions.shared.operands import GEMMS, OTHER
 from binade.data.evidence import Measure
 from binade.data.names import name_of
 
-# From no loss to total loss, on light and on dark ground.
+# From no loss to total loss.
 HEAT = ["#eceae8", "#f9cdbb", "#f7906f", "#ee4f35", "#b3131f", "#67000d"]
-HEAT_DARK = ["#262b36", "#54302c", "#8f3a2c", "#d9482f", "#f78a62", "#ffd9c4"]
 TITLES = {gemm: f"{gemm} GEMM" for gemm in GEMMS} | {OTHER: "other tensors"}
 CELL, ROW, DOTS = 15, 15, 300  # pixels: width and height of a cell, and the width of the dots
 
@@ -82,13 +81,16 @@ def _heat(
     shown = table.assign(operand=table["row"].map(dict(zip((row.key for row in rows), names, strict=True))))
     key = legend(color, measure, values, difference)
     ends = [-1 if key["difference"] else 0, 1]
-    good = f"datum.value > {ends[0]} ? {json.dumps(key['bad'])} : {json.dumps(key['good'])}"
-    look = {"title": measure.axis, "values": ends, "labelExpr": good, "gradientLength": 150}
+    colors = style.DIVERGING if key["difference"] else HEAT
+    if measure.low_is_bad:  # from the lowest value to the highest
+        shown, colors = shown.assign(shade=sum(ends) - shown["shade"]), colors[::-1]
+    text = f"datum.value > {ends[0]} ? {json.dumps(key['high'])} : {json.dumps(key['low'])}"
+    look = {"title": measure.axis, "values": ends, "labelExpr": text, "gradientLength": 150}
     word = "layer" if across == "layer_index" else "iteration"
     cells = plot.mark(
         "rect", shown, stroke="#ffffff", strokeWidth=0.6, x=plot.ordinal(across, word, ticks=False),
         y=plot.names("operand", names, 200, {"labelOverlap": False, "labelFontSize": 11}),
-        color=plot.ramp("shade", look, domain=ends, range=style.DIVERGING if key["difference"] else HEAT),
+        color=plot.ramp("shade", look, domain=ends, range=colors),
         tips={"operand": color.of, across: word, "label": measure.axis, "tensors": ("tensors", ",")},
     )  # fmt: skip
     size: plot.Look = {"width": max(260, min(520, CELL * len(columns))), "height": ROW * len(names)}
@@ -116,8 +118,7 @@ def ticks(low: float, high: float) -> list[float]:
 
 
 def legend(color: MapMeasure, measure: Measure, values: pd.Series, difference: bool) -> dict[str, Any]:
-    """What the ends of the colors mean."""
-    low, high = domain(values, color, difference)
-    good, bad = (high, low) if measure.low_is_bad else (low, high)
+    """The values at the ends of the colors, and at which of them the bad ones are."""
+    low, high = (measure.quantity(end) for end in domain(values, color, difference))
     both_ways = difference or color.neutral is not None
-    return {"good": measure.quantity(good), "bad": measure.quantity(bad), "difference": both_ways}
+    return {"low": low, "high": high, "bad_is_low": measure.low_is_bad, "difference": both_ways}

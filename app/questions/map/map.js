@@ -23,10 +23,19 @@ const clamp = (value, low, high) => Math.max(low, Math.min(high, value));
 function color(shade, difference) {
     if (difference) {
         const part = Math.round(100 * Math.abs(shade));
-        return `color-mix(in srgb, var(${shade < 0 ? '--better' : '--c3'}) ${part}%, var(--c0))`;
+        return `color-mix(in srgb, var(${shade < 0 ? '--better' : '--worse'}) ${part}%, var(--c0))`;
     }
     const at = 5 * clamp(shade, 0, 1), low = Math.min(4, Math.floor(at));
     return `color-mix(in srgb, var(--c${low + 1}) ${Math.round(100 * (at - low))}%, var(--c${low}))`;
+}
+
+// From the lowest value to the highest.
+function swatch({ bad_is_low, difference }) {
+    const steps = [...Array(13).keys()].map(at => {
+        const part = difference ? at / 6 - 1 : at / 12;
+        return `${color(bad_is_low ? (difference ? 0 : 1) - part : part, difference)} ${100 * at / 13}% ${100 * (at + 1) / 13}%`;
+    });
+    return `linear-gradient(90deg, ${steps.join(', ')})`;
 }
 
 function isDark(node) {
@@ -65,13 +74,15 @@ function drawMap(root, state) {
     const { data } = state;
     const tip = element('div', { class: 'tip', role: 'status' });
     state.tip = tip;
+    const focused = root.getRootNode().activeElement?.dataset.id; // a cell, which is drawn again
     state.cells = new Map();
     state.order = [];
     const many = data.columns.length > 60 ? ' many' : '';
     const blocks = data.blocks.map(block => drawBlock(state, block));
-    const panel = element('aside', { class: 'panel', 'aria-live': 'polite' });
-    const grid = element('div', { class: `grid blocks${many}`, tabindex: 0, role: 'application',
-        'aria-label': `${data.metric} by ${data.of} and ${data.word}` }, ...blocks, panel);
+    const exceptions = element('aside', { class: 'exceptions', 'aria-label': 'Exceptions' });
+    const panel = element('aside', { class: 'panel', 'aria-label': 'The chosen cell', 'aria-live': 'polite' });
+    const grid = element('div', { class: `grid blocks${many}`, role: 'group',
+        'aria-label': `${data.metric} by ${data.of} and ${data.word}` }, ...blocks, exceptions);
     grid.onkeydown = event => onKey(root, state, event);
     const link = (text, id) => id ? element('button', { type: 'button', class: 'link', text, onclick: () => choose(root, state, id, 0) })
         : document.createTextNode(text);
@@ -79,10 +90,14 @@ function drawMap(root, state) {
     const toggle = element('div', { class: 'across', role: 'group', 'aria-label': 'Columns' },
         ...[['layer_index', 'layers'], ['iteration', 'iterations']].map(([name, text]) => element('button', { type: 'button', text,
             'aria-pressed': name === data.across, onclick: () => state.act.setTriggerValue('across', name) })));
-    const legend = element('div', { class: `legend${data.legend.difference ? ' difference' : ''}` },
-        element('b', { text: data.metric }), element('span', { text: data.scope }), element('span', { text: data.legend.good }),
-        element('i'), element('span', { text: data.legend.bad }));
-    root.replaceChildren(said, element('div', { class: 'tools' }, legend, toggle), grid, drawTime(root, state), tip);
+    const legend = element('div', { class: 'legend', title: data.definition }, element('b', { text: data.metric }),
+        element('span', { text: data.scope }), element('span', { text: data.legend.low }),
+        element('i', { style: `background:${swatch(data.legend)}` }), element('span', { text: data.legend.high }));
+    root.replaceChildren(said, element('div', { class: 'tools' }, legend, toggle),
+        element('div', { class: 'beside' }, grid, panel), drawTime(root, state), tip);
+    drawExceptions(root, state, exceptions);
+    (state.cells.get(focused) ?? state.cells.values().next().value)?.made.setAttribute('tabindex', 0);
+    state.cells.get(focused)?.made.focus();
     root.onpointermove = event => onHover(state, event);
     root.onpointerleave = () => { tip.style.display = 'none'; };
     root.onclick = event => {
@@ -91,30 +106,40 @@ function drawMap(root, state) {
     };
 }
 
+// The longest texts of the rows of all blocks, which give the names of each block the same widths.
+function longest(blocks, name) {
+    return blocks.flatMap(block => block.rows).map(row => row[name]).reduce((a, b) => (b.length > a.length ? b : a), '');
+}
+
 function drawBlock(state, block) {
     const { data } = state;
-    const rows = element('div', { class: 'rows' });
+    const rows = element('div', { class: 'rows', role: 'grid', 'aria-label': block.title },
+        ...['group', 'name'].map(name => element('div', { class: `${name} sizer`, 'aria-hidden': 'true', text: longest(data.blocks, name) })),
+        element('div', { class: 'sizer', 'aria-hidden': 'true' }));
     let group = null;
     for (const row of block.rows) {
         const first = row.group !== group;
         group = row.group;
-        const cells = element('div', { class: `cells${first ? ' first' : ''}` });
+        const named = `${row.group} ${row.name}, ${block.title}`;
+        const cells = element('div', { class: `cells${first ? ' first' : ''}`, role: 'row', 'aria-label': named });
         row.cells.forEach((cell, index) => {
             const id = `${row.id}/${data.columns[index]}`;
             const none = !cell || cell[0] === null;
-            const made = element('div', { class: `cell${none ? ' none' : ''}` });
+            const made = element('div', { class: `cell${none ? ' none' : ''}`, role: 'gridcell',
+                'aria-label': `${named}, ${data.word} ${data.columns[index]}: ${cell ? cell[1] : 'not recorded'}` });
             if (cell) {
                 made.dataset.id = id;
+                made.tabIndex = -1;
                 if (!none) made.style.background = color(cell[0], data.legend.difference);
                 state.cells.set(id, { made, cell, row, block, column: data.columns[index] });
             }
             cells.append(made);
         });
         state.order.push({ row, block });
-        rows.append(element('div', { class: `group${first ? ' first' : ''}`, text: first ? row.group : '' }),
-            element('div', { class: `name${first ? ' first' : ''}`, text: row.name }), cells);
+        rows.append(element('div', { class: `group${first ? ' first' : ''}`, text: first ? row.group : '', 'aria-hidden': 'true' }),
+            element('div', { class: `name${first ? ' first' : ''}`, text: row.name, 'aria-hidden': 'true' }), cells);
     }
-    const axis = element('div', { class: 'axis' });
+    const axis = element('div', { class: 'axis', 'aria-hidden': 'true' });
     const count = data.columns.length, stride = count <= 8 ? 1 : Math.ceil(count / 6);
     data.columns.forEach((column, index) => {
         if (index % stride && index !== count - 1) return;
@@ -191,15 +216,22 @@ function onHover(state, event) {
 }
 
 function select(root, state, id) {
-    state.cells?.get(state.selected)?.made.classList.remove('on');
+    state.cells.get(state.selected)?.made.classList.remove('on');
+    state.cells.get(state.selected)?.made.removeAttribute('aria-selected');
     state.selected = id;
-    state.cells?.get(id)?.made.classList.add('on');
+    const made = state.cells.get(id)?.made;
+    if (!made) return;
+    made.classList.add('on');
+    made.setAttribute('aria-selected', 'true');
+    root.querySelectorAll('.cell[tabindex="0"]').forEach(cell => cell.setAttribute('tabindex', -1));
+    made.setAttribute('tabindex', 0);
 }
 
 // The outline moves at once; Python hears of it after the last of several moves.
 function choose(root, state, id, wait = 140) {
     if (id !== null && !state.cells.has(id)) return;
     select(root, state, id);
+    if (id !== null && root.getRootNode().activeElement?.dataset.id) state.cells.get(id).made.focus();
     clearTimeout(state.timer);
     state.timer = setTimeout(() => { state.timer = 0; state.act.setStateValue('selected', id); }, wait);
 }
@@ -238,7 +270,7 @@ const KEYS = 'Keys: ← → layer · ↑ ↓ row · Enter open · [ ] exceptions
 
 function drawExceptions(root, state, place) {
     const { exceptions, count, words, pin } = state.data;
-    const list = element('div', { class: 'exceptions' });
+    const list = element('div', { class: 'list' });
     for (const each of exceptions) {
         list.append(element('span', {}, element('button', { type: 'button', class: 'link', text: each.name, onclick: () => choose(root, state, each.id, 0) }),
             element('small', { text: each.gemm ? ` ${each.gemm}` : '' })),
@@ -251,15 +283,14 @@ function drawExceptions(root, state, place) {
         element('h4', { text: words }), list,
         element('div', { class: 'acts' }, first ? act('open', `Open ${first.name}`, first.id, true) : null,
             below ? act('explore', `Show all ${count.toLocaleString('en')} in Explore`, true) : null, act('advise', 'What should I use?', true, !first), pin ? act('pin', 'Pin', true) : null),
-        element('div', { class: 'keys', text: 'Click a cell for its panel: values over the grid, other formats.' }),
-        element('div', { class: 'keys', text: KEYS }),
+        element('div', { class: 'keys', text: `Click a cell for its panel: values over the grid, other formats. ${KEYS}` }),
     ]);
 }
 
 function drawPanel(root, state) {
     const place = root.querySelector('.panel'), { panel, pin } = state.data;
-    if (!place) return;
-    if (!panel) { drawExceptions(root, state, place); return; }
+    root.classList.toggle('open', Boolean(panel));
+    if (!panel) { place.replaceChildren(); return; }
     const facts = element('div', { class: 'facts' }, ...panel.facts.map(([name, text]) =>
         element('div', {}, element('span', { text: name }), element('strong', { text }))));
     const most = Math.max(1e-9, ...panel.formats.map(each => each.value ?? 0));
@@ -279,12 +310,11 @@ function drawPanel(root, state) {
         panel.formats.length ? element('h4', { text: 'The same operand in other formats' }) : null, formats,
         panel.formats.length && panel.formats_note ? element('div', { class: 'keys', text: panel.formats_note }) : null,
         element('div', { class: 'acts' }, act('open', 'Open tensor', true), pin ? act('pin', 'Pin') : null, act('compare', 'Compare runs')),
-        element('div', { class: 'keys', text: KEYS }),
     ].filter(Boolean));
 }
 
 function drawValues(values) {
-    const [width, height] = [360, 150], { low, high, bars } = values;
+    const [width, height] = [360, 130], { low, high, bars } = values;
     const x = at => 4 + (width - 8) * (at - low) / (high - low);
     const chart = drawing('svg', { viewBox: `0 0 ${width} ${height}`, role: 'img',
         'aria-label': 'Histogram of the values over the format’s grid' });
@@ -292,14 +322,16 @@ function drawValues(values) {
     const zone = (from, to) => chart.append(drawing('rect', { x: from, y: 18, width: Math.max(0, to - from), height: height - 36, fill: 'var(--c3)', opacity: 0.13 }));
     zone(0, flushed);
     zone(saturated, width);
-    const most = Math.max(...bars) || 1, step = (high - low) / bars.length;
-    bars.forEach((share, index) => {
-        if (!share) return;
-        const from = low + index * step, tall = (height - 40) * share / most;
-        const lost = from + step <= values.flushed_below || from >= values.saturated_above;
-        chart.append(drawing('rect', { x: x(from), y: height - 18 - tall, width: Math.max(1, x(from + step) - x(from) - 0.6), height: tall,
-            fill: lost ? 'var(--c3)' : 'currentColor', opacity: lost ? 1 : 0.75 }));
-    });
+    const most = Math.max(...bars.map(([, , share]) => share)) || 1;
+    const [flush, clip] = [values.flushed_below, values.saturated_above];
+    for (const [first, last, share] of bars) { // a bar that an edge of the grid crosses has two parts
+        const ends = [first, ...[flush, clip].filter(at => first < at && at < last), last], tall = (height - 40) * share / most;
+        ends.slice(1).forEach((to, index) => {
+            const lost = to <= flush || ends[index] >= clip;
+            chart.append(drawing('rect', { x: x(ends[index]), y: height - 18 - tall, width: Math.max(0.5, x(to) - x(ends[index]) - 0.4), height: tall,
+                fill: lost ? 'var(--c3)' : 'currentColor', opacity: lost ? 1 : 0.75 }));
+        });
+    }
     chart.append(drawing('text', { x: 2, y: 12 }, 'flushed to zero'),
         drawing('text', { x: width - 2, y: 12, 'text-anchor': 'end' }, 'saturated'));
     for (const [at, text] of values.ticks) chart.append(drawing('text', { x: clamp(x(at), 12, width - 12), y: height - 4, 'text-anchor': 'middle' }, text));

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from binade.app.budget import BudgetError
@@ -14,6 +13,7 @@ from binade.app.measures.map_measure import LAYER
 from binade.app.questions.map import charts
 from binade.app.questions.map.compute import MapRow
 from binade.app.questions.map.question import Map
+from binade.app.questions.shared.distributions import distributions, log2_histogram, whole_binades
 from binade.app.questions.shared.families import differences
 from binade.app.questions.shared.operands import along, scores_in
 from binade.app.questions.shared.rounded import Recorded, subject
@@ -21,12 +21,13 @@ from binade.app.questions.shared.selection import recorded_of
 from binade.app.questions.why import compute as grid
 from binade.app.style import MEASURES, power_of_two
 from binade.data.catalog import USED, Catalog, CatalogError
+from binade.data.filter import Filter
 from binade.data.store import TensorFileError
 from binade.data.text import number_text
 from binade.quant.specs import Spec
 
 SAMPLE = 1 << 16  # values that the histogram shows
-BINS = 90  # bars of the histogram
+HALVES = 40  # binades of which the histogram shows halves
 
 
 def panel(opened: Catalog, map_: Map, cell: pd.Series, fmt: str) -> dict[str, Any]:
@@ -95,33 +96,29 @@ def _values(
     except BudgetError as error:
         return None, str(error)
     table = grid.codebook_histogram(sample)
-    shares = table["share"] * (table["high"] - table["low"])
     what = "a sample of the values" if sample.every > 1 else "all values"
-    drawn, why = _histogram(spec, table.assign(share=shares), what)
+    drawn, why = _histogram(spec, table, what)
     return drawn, " ".join(filter(None, (recorded.before(spec), why)))
 
 
 def _from_sketch(opened: Catalog, row: pd.Series, spec: Spec) -> tuple[dict[str, Any] | None, str]:
-    bins = opened.distribution(None, None, [str(row["tensor_id"])])
-    magnitude = bins[["low", "high"]].abs()
-    inner, outer = magnitude.min(axis=1), magnitude.max(axis=1)
-    known = bins.assign(low=np.log2(inner.where(inner > 0)), high=np.log2(outer.where(outer > 0))).dropna()
-    table = known[np.isfinite(known["high"])].assign(share=known["count"] / max(int(row["numel"]), 1))
+    table = log2_histogram(distributions(opened, Filter(), None, [str(row["tensor_id"])]))
     return _histogram(spec, table, "all values, from the sketch")
 
 
 def _histogram(spec: Spec, table: pd.DataFrame, what: str) -> tuple[dict[str, Any] | None, str]:
-    """table: low and high as log₂, and share, of all values."""
+    """table: `distributions.bars`. Each bar: low and high (log₂), and the share of all values per binade."""
     if table.empty:
         return None, "No histogram: there are no finite nonzero values."
     low_edge, high_edge = grid.zone_edges(spec.format.element, spec.rounding)
     low, high = min(float(table["low"].min()), low_edge - 2), max(float(table["high"].max()), high_edge + 1)
-    edges = np.linspace(low, high, BINS + 1)
-    shares, _ = np.histogram((table["low"] + table["high"]) / 2, edges, weights=table["share"])
+    if high - low > HALVES:
+        table = whole_binades(table)
+    bars = table[["low", "high", "share"]].round(6)
     return {
         "low": low,
         "high": high,
-        "bars": [round(float(share), 7) for share in shares],
+        "bars": bars.to_numpy().tolist(),
         "flushed_below": low_edge,
         "saturated_above": high_edge,
         "ticks": [[tick, power_of_two(tick)] for tick in charts.ticks(low, high) if tick == round(tick)],

@@ -139,27 +139,6 @@ def distributions(
     return distributions
 
 
-def each_by(catalog: Catalog, where: Filter, columns: tuple[str, ...]) -> dict[str, list[Distribution]]:
-    """The selection's distributions by each of several columns, and as one ("all"), from one pass over the index.
-
-    For histograms of magnitudes: mean and deviation are not computed, the outermost bins end at their own edges.
-    """
-    crossed = catalog.crossed(where, columns)
-    by_column: dict[str, list[Distribution]] = {}
-    for column in ("all", *columns):
-        groups = "all" if column == "all" else crossed[column].map(group_name)
-        by_column[column] = []
-        for group, part in crossed.assign(group=groups).groupby("group", sort=True):
-            counts = part.groupby("bin")["count"].sum()
-            low, high = bin_edges(counts.index.to_numpy())
-            order = np.lexsort((high, low))
-            count = counts.to_numpy()[order]
-            by_column[column].append(
-                Distribution(str(group), low[order], high[order], count, math.nan, math.nan, exact=False)
-            )
-    return by_column
-
-
 def magnitudes(d: Distribution) -> Distribution:
     """log2 of the magnitudes of the nonzero values, mean and deviation not computed."""
     nonzero = d.inner >= d.smallest
@@ -229,35 +208,67 @@ def _shares(d: Distribution, edges: np.ndarray) -> np.ndarray:
     return (points + spread) / d.total
 
 
+# Where a binade is divided: a bin of a sketch ends there, so that counts of raw values are exact.
+HALF = math.log2(1.5)
+MOST_BINS = 2400  # of a histogram; whole binades where halves would be more
+
+
+def edge(index: np.ndarray) -> np.ndarray:
+    """log₂ of the magnitude at which the bin of this number begins: two bins per binade, 1 to 1.5 and 1.5 to 2."""
+    whole, half = np.divmod(index, 2)
+    return np.asarray(whole + half * HALF)
+
+
+def half_binades(low: np.ndarray, high: np.ndarray, count: np.ndarray) -> tuple[int, np.ndarray]:
+    """(the number of the first bin of `edge`, the counts of the bins) of values between low and high, log₂ of their
+    magnitudes. Values between the same two may be in several bins: they are spread evenly."""
+    if not len(low):
+        return 0, np.empty(0)
+    edges, counts = merged(_index(low), _index(high), count.astype(float), 1)
+    if not counts[-1]:  # the largest value ends a bin
+        counts = counts[:-1]
+    return int(edges[0]), counts
+
+
+def _index(log2: np.ndarray) -> np.ndarray:
+    """The number of the bin of a log₂, with a fraction."""
+    whole = np.floor(log2)
+    part = log2 - whole
+    within = np.where(part < HALF, part / HALF, 1 + (part - HALF) / (1 - HALF))
+    return np.asarray((2 * whole + within).round(9))
+
+
+def bars(first: int, counts: np.ndarray, total: int) -> pd.DataFrame:
+    """The bins of `half_binades` that have values: columns low, high (log₂), share (of `total` values, per binade),
+    count."""
+    kept = first + np.flatnonzero(counts)
+    low, high = edge(kept), edge(kept + 1)
+    held = counts[kept - first]
+    return pd.DataFrame({"low": low, "high": high, "share": held / max(total, 1) / (high - low), "count": held})
+
+
+def whole_binades(table: pd.DataFrame) -> pd.DataFrame:
+    """`bars` in whole binades."""
+    area = table["share"] * (table["high"] - table["low"])
+    summed = table.assign(share=area).groupby(np.floor(table["low"]), sort=True)[["share", "count"]].sum()
+    return summed.reset_index().assign(high=lambda whole: whole["low"] + 1)[["low", "high", "share", "count"]]
+
+
 def log2_histogram(distributions: list[Distribution]) -> pd.DataFrame:
     """Shares of values by log2 of their magnitude: columns group, low, high (log2), share (of all values,
-    per binade), count.
-
-    Bins are eighths of a binade as in the sketch; zeros have no logarithm and are left out. Where that would be too
-    many marks, whole binades.
-    """
-    counted = []  # distributions, where they begin in eighths of a binade, the counts from there on
+    per binade), count. Bins are those of `edge`; zeros have no logarithm and are left out."""
+    counted = []
     for d in distributions:
-        nonzero = d.inner >= d.smallest
-        if nonzero.any():
-            mantissa, exponent = np.frexp(d.inner[nonzero])  # 0.5 <= mantissa < 1
-            eighth = 8 * (exponent - 1) + np.floor((2 * mantissa - 1) * 8).astype(np.int64)
-            counted.append((d, eighth.min(), np.bincount(eighth - eighth.min(), d.count[nonzero])))
+        nonzero = magnitudes(d)
+        if nonzero.total:
+            counted.append((d, *half_binades(nonzero.low, nonzero.high, nonzero.count)))
     if not counted:
         return pd.DataFrame(columns=["group", "low", "high", "share", "count"])
-    binades = [(first // 8, (first + len(counts) - 1) // 8) for _, first, counts in counted]
-    span = max(last for _, last in binades) - min(first for first, _ in binades) + 1
-    parts = 8 if span * 8 * len(counted) <= 2400 else 1
-    tables = []
-    for d, first, counts in counted:
-        place = (first + np.arange(len(counts))) * parts // 8
-        counts = np.bincount(place - place[0], counts)
-        kept = np.flatnonzero(counts)
-        exponent, part = np.divmod(place[0] + kept, parts)
-        low, high = exponent + np.log2(1 + part / parts), exponent + np.log2(1 + (part + 1) / parts)
-        share = counts[kept] / d.total / (high - low)
-        tables.append(pd.DataFrame({"group": d.group, "low": low, "high": high, "share": share, "count": counts[kept]}))
-    return pd.concat(tables, ignore_index=True)
+    span = max(first + len(counts) for _, first, counts in counted) - min(first for _, first, _ in counted)
+    halves = [bars(first, counts, d.total) for d, first, counts in counted]
+    tables = [whole_binades(table) if span * len(counted) > MOST_BINS else table for table in halves]
+    tables = [table.assign(group=d.group) for table, (d, _, _) in zip(tables, counted, strict=True)]
+    return pd.concat(tables, ignore_index=True)[["group", "low", "high", "share", "count"]]
 
 
 BOX_SHARES = np.array([0.0, 0.001, 0.25, 0.5, 0.75, 0.999, 1.0])

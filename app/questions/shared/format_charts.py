@@ -18,22 +18,14 @@ ERROR_PANELS = (
 )
 
 
+LEAST = 7  # bars for which a panel has room, so that nothing below it moves when an option adds some
 ENDS = (("low", "10th"), ("high", "90th"))
 
 
-def format_panels(table: pd.DataFrame) -> list[Chart]:
-    """Chart of Catalog.compared: the medians of SQNR, flush and saturation, one bar per format, with the figure next to
-    the bar and a line from the 10th to the 90th percentile."""
-    order = known_specs(table["format"])
-    return _panels(table.assign(row=table["format"]), order, "format")
-
-
 def trial_panels(table: pd.DataFrame) -> list[Chart]:
-    """Chart of what_if.compute.try_formats: the same, one bar per trial, in its format's color."""
-    return _panels(table.assign(row=table["label"]), table["label"].tolist(), "trial")
-
-
-def _panels(table: pd.DataFrame, order: list[str], what: str) -> list[Chart]:
+    """Charts of what_if.compute.try_formats: the medians of SQNR, flush and saturation, one bar per trial in its
+    format's color, with the figure next to the bar and a line from the 10th to the 90th percentile."""
+    table, order = table.assign(row=table["label"]), table["label"].tolist()
     colors = {name: style.color_of_spec(name) for name in known_specs(table["format"])}
     panels = []
     for column, name, unit, factor in ERROR_PANELS:
@@ -50,7 +42,7 @@ def _panels(table: pd.DataFrame, order: list[str], what: str) -> list[Chart]:
         ends = shown.filter(regex="^value").to_numpy(float).ravel()
         ends = ends[~np.isnan(ends)]
         lowest, largest = (min(float(ends.min()), 0.0), float(ends.max())) if len(ends) else (0.0, 0.0)
-        tips: dict[str, plot.Tip] = {"row": what, "value": (f"{name} ({unit})", ".4~g")}
+        tips: dict[str, plot.Tip] = {"row": "trial", "value": (f"{name} ({unit})", ".4~g")}
         tips |= {f"value_{end}": (f"{nth} percentile", ".4~g") for end, nth in ENDS} if several else {}
         tips |= {"tensors": "operands"} if "tensors" in table else {}
         domain = [lowest * 1.1, largest * 1.35 if largest > 0 else 1.0]
@@ -65,4 +57,4 @@ def _panels(table: pd.DataFrame, order: list[str], what: str) -> list[Chart]:
 
 def format_height(table: pd.DataFrame) -> int:
     """Pixels that a panel needs."""
-    return 80 + 28 * len(table)
+    return 80 + 28 * max(len(table), LEAST)

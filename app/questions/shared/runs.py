@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection
+from itertools import takewhile
 from typing import Any
 
 import pandas as pd
@@ -96,15 +98,28 @@ def same_model(opened: Catalog, where: Filter, run_ids: Collection[str]) -> list
 
 
 def run_titles(table: pd.DataFrame) -> dict[str, str]:
-    """What a list of runs shows of each, and is searched by: a dot of the color that a user chose, the label, the
-    recipe where the label does not name it, and when it started, if that is known. table: of `runs_with_references`."""
+    """What a list of runs shows of each, and is searched by: a dot of the color that a user chose, the label without a
+    long beginning that all share, the recipe where the label does not name it, and when it started, if that is known.
+    table: of `runs_with_references`."""
     titles = {}
-    for _, run in table.iterrows():
+    for label, (_, run) in zip(distinct_ends(table["label"].tolist()), table.iterrows(), strict=True):
         dot = "" if pd.isna(run["color"]) else f"{_dot(run['color'])} "
         rounded = "" if run["rounded"] in run["label"] else f" · {run['rounded']}"
         started = "" if pd.isna(run["started"]) else f" · {run['started']:%Y-%m-%d %H:%M}"
-        titles[str(run["run_id"])] = f"{dot}{run['label']}{rounded}{started}"
+        titles[str(run["run_id"])] = f"{dot}{label}{rounded}{started}"
     return titles
+
+
+LONG = 12  # characters of a beginning that a list leaves out
+
+
+def distinct_ends(labels: list[str]) -> list[str]:
+    """Labels without the parts, ended by "_", "/" or "·", that all of them begin with, if these are long: a narrow list
+    cuts the ends."""
+    parts = [re.split(r"(?<=[_/])|(?<= · )", label)[:-1] for label in labels if len(labels) > 1]
+    shared = takewhile(lambda same: len({*same}) == 1, zip(*parts, strict=False))
+    start = sum(len(same[0]) for same in shared)
+    return [f"…{label[start:]}" for label in labels] if start >= LONG else labels
 
 
 DOTS = {"🔴": (221, 46, 68), "🟠": (244, 144, 12), "🟡": (253, 203, 88), "🟢": (120, 177, 89), "🔵": (85, 172, 238),

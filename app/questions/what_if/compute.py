@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -28,7 +29,7 @@ ERRORS = ("sqnr_db", "flush_to_zero", "saturated")
 MOST_DB = 200.0  # an SQNR without error counts as this
 NEAR_DB = 0.5  # scales whose SQNR is this near to the best are named with it
 LIMIT = 1 << 20  # values of a tensor that are tried; a larger one is sampled by whole lines
-SMALL = 1 << 16  # values that the reference, without a kernel, rounds twenty times in a second or two
+SECONDS = 2.0  # of a processor, for finding options with a higher SQNR
 
 
 @dataclass(frozen=True)
@@ -64,37 +65,63 @@ MOST_VALUES = 4  # of an option, since each costs other bits, and users ask for 
 
 @dataclass(frozen=True)
 class Gain:
-    """What one option changes. decibels: SQNR with this value of the option minus that without it."""
+    """What options change. options: their values, by name; decibels: SQNR with these minus that without."""
 
-    option: str
-    value: str
+    options: Mapping[str, str]
     spec: Spec
     decibels: float
 
 
-def gains(x: Tensor, dim: int, now: Spec, allowed: Mapping[str, Sequence[str]], least: float) -> list[Gain]:
-    """The best values of each option, at most MOST_VALUES, for x [any shape] in a spec, the largest gain first: only
-    gains of more than `least` dB. All values of x are rounded; of more than SMALL values, only specs that a kernel
-    rounds are tried."""
-    base = _sqnr(x, now, dim)
-    offered: list[Gain] = []
+@dataclass(frozen=True)
+class Gains:
+    """
+    found    the options that gain, the largest gain first
+    left     how many were not tried within the time
+    sampled  whether those with a rotation were tried on a sample of the values
+    """
+
+    found: tuple[Gain, ...]
+    left: int = 0
+    sampled: bool = False
+
+
+def gains(
+    x: Tensor, dim: int, now: Spec, allowed: Mapping[str, Sequence[str]], least: float, seconds: float = SECONDS
+) -> Gains:
+    """The best values of each option, at most MOST_VALUES, for x [any shape] in a spec, and those of two or three
+    options together that gain more than each alone: only gains of more than `least` dB, found in `seconds` of a
+    processor. All values are rounded; of more than LIMIT values, a sample to specs that no kernel rounds."""
+    part, every = sample(x, dim, LIMIT)
+    whole = streamed_score(x, now, dim) if every > 1 else None
+    base = score(part, now, dim if every == 1 else -1).sqnr_db
+    end, left = time.thread_time() + seconds, 0
+
+    def gain(options: Mapping[str, str]) -> Gain | None:
+        nonlocal left
+        try:
+            spec = Spec.of(now, **options)
+        except SpecError:
+            return None
+        if time.thread_time() > end:
+            left += 1
+            return None
+        if whole and (measured := streamed_score(x, spec, dim)):
+            return Gain(options, spec, measured.sqnr_db - whole.sqnr_db)
+        return Gain(options, spec, score(part, spec, dim if every == 1 else -1).sqnr_db - base)
+
+    found: list[Gain] = []
+    best: dict[str, Gain] = {}
     for option, values in allowed.items():
-        tried = []
-        for value in values:
-            try:
-                spec = Spec.of(now, **{option: value})
-            except SpecError:
-                continue
-            tried.append(Gain(option, value, spec, _sqnr(x, spec, dim) - base))
-        better = [gain for gain in tried if gain.decibels > least]
-        offered += sorted(better, key=lambda gain: -gain.decibels)[:MOST_VALUES]
-    return sorted(offered, key=lambda gain: -gain.decibels)
-
-
-def _sqnr(x: Tensor, spec: Spec, dim: int) -> float:
-    """SQNR in dB; NaN if it takes too long."""
-    measured = streamed_score(x, spec, dim) or (score(x, spec, dim) if x.numel() <= SMALL else None)
-    return measured.sqnr_db if measured else math.nan
+        tried = [tested for value in values if (tested := gain({option: value})) and tested.decibels > least]
+        tried.sort(key=lambda tested: -tested.decibels)
+        found += tried[:MOST_VALUES]
+        best |= {option: tried[0]} if tried else {}
+    for count in (2, 3):
+        for alone in itertools.combinations(best.values(), count):
+            both = gain({name: value for one in alone for name, value in one.options.items()})
+            if both and both.decibels > max(one.decibels for one in alone) + least:
+                found.append(both)
+    return Gains(tuple(sorted(found, key=lambda tested: -tested.decibels)), left, every > 1)
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from binade.app.questions.shared.scope import Scope, scoped
 from binade.app.questions.shared.selection import Of, SelectedTensor, recorded_in
 from binade.app.questions.what_if import charts, compute
 from binade.collector.advice import scales
+from binade.data import evidence
 from binade.data.catalog import Catalog, CatalogError
 from binade.data.evidence import Sentence, extreme, say, spread_of, together
 from binade.data.filter import Filter
@@ -32,7 +33,7 @@ from binade.data.text import number_text
 from binade.quant.elements import Overflow, RoundingMode
 from binade.quant.formats import FORMATS
 from binade.quant.metrics import METRICS
-from binade.quant.specs import OPTIONS, Spec
+from binade.quant.specs import OPTIONS, Spec, SpecError
 
 OWN = "default"
 # A rule that is the only one of its format is not offered.
@@ -49,7 +50,7 @@ VALUES = {
     "hadamard": ("Hadamard", ("16", "32", "64", "128")),
     "signs": ("Signs", ("fixed", "random")),
 }
-SCALES = ("scale", "block", "error", "bound")  # these are in a separate row
+ALWAYS = ("scale", "block", "hadamard")  # these are beside the formats, the others folded
 NAMES = {name: "block_size" if name == "block" else name for name in VALUES}  # "block" is a number on the same page
 HINTS = {
     "rounding": "nearest: ties to even. half_away: ties away from zero. stochastic: seeded; biased if values beyond "
@@ -59,20 +60,21 @@ TITLES = {"rounding": {RoundingMode.STOCHASTIC: "stochastic (biased in plain nvf
 CONTROLS = (
     Control(
         name="formats", label="Formats", param=Specs(tuple(FORMATS), ("mxfp8", "mxfp4", "nvfp4", "hifp8")),
-        placeholder="choose formats",
+        placeholder="choose formats", row="main", width=2.6,
         help="Type a format with its options, such as mxfp4(block=16), to add it",
     ),
     *(
         Control(
             name=NAMES[name], label=label, param=One((OWN, *allowed)), widget="list",
-            row="scales" if name in SCALES else "options", width=2 if name in TITLES else 1,
-            help=HINTS.get(name, OPTIONS[name].help), titles=TITLES.get(name, {}), folded=name != "scale",
+            row="main" if name in ALWAYS else "options", width=1.4 if name in TITLES else 1,
+            help=HINTS.get(name, OPTIONS[name].help), titles=TITLES.get(name, {}), folded=name not in ALWAYS,
         )
-        for name, (label, allowed) in VALUES.items()
+        for name, (label, allowed) in sorted(VALUES.items(), key=lambda item: item[0] not in ALWAYS)
     ),
     Control(
         name="over", label="Applied to", param=One(("tensor", "selection")),
-        titles={"tensor": "this tensor", "selection": "the filter’s operands"}, folded=True,
+        titles={"tensor": "this tensor", "selection": "the filter’s operands"}, folded=True, row="options",
+        width=1.7,
     ),
 )  # fmt: skip
 COLUMNS = {
@@ -91,7 +93,8 @@ COLUMNS = {
         "Size", help="Size of all values in this format", text=lambda row: bytes_text(row["nbytes"])
     ),
 }  # fmt: skip
-OFFERED = ("scale", "block", "rounding")  # options whose values are compared for the page's format
+OFFERED = ("scale", "hadamard", "block", "rounding")  # options whose values are compared for the page's format
+MOST_OFFERED = 8
 MOST_TENSORS = 12
 EACH = 1 << 16  # values tried of each tensor of a selection
 Tried = tuple[pd.DataFrame, list[Distribution]]
@@ -120,32 +123,80 @@ def draw(
     made = plan(selected, values)
     if not made.trials or not made.ids:
         return Drawn(problems=made.said)
-    drawn = results(selected, made, tried(selected.opened, made, done))
-    return replace(drawn, items=(*_offers(selected, values), *drawn.items), scope=made.scope)
+    drawn = results(selected, made, tried(selected.opened, made, done), _offers(selected, values))
+    return replace(drawn, scope=made.scope)
 
 
 def _offers(selected: SelectedTensor, values: dict[str, Any]) -> Iterator[Offers]:
-    """The values of each option in OFFERED with which the page's format loses less than now."""
+    """The values of each option in OFFERED, and the best of several together, with which the page's format loses less
+    than now."""
     if values["over"] != "tensor":
         return
-    options = {name: values[NAMES[name]] for name in VALUES if values[NAMES[name]] != OWN}
-    now = compute.trial(selected.spec.format.name, **options).spec
-    allowed = {name: VALUES[name][1] for name in OFFERED}
+    now = compute.trial(selected.spec.format.name, **_options(values)).spec
+    gains = _gains(selected, now)
     choices = {}
-    for gain in compute.gains(selected.x, selected.dim, now, allowed, style.MEASURES["sqnr_db"].resolution):
+    for gain in gains.found[:MOST_OFFERED]:
         bits = gain.spec.bits_per_value
         cost = f", {bits:.3g} bits" if bits != now.bits_per_value else ""
-        label = f"{gain.option} {gain.value}: {number_text(gain.decibels, '+.1f')} dB{cost}"
-        choices[label] = {NAMES[gain.option]: gain.value}
+        named = ", ".join(f"{option} {value}" for option, value in gain.options.items())
+        label = f"{named}: {number_text(gain.decibels, '+.1f')} dB{cost}"
+        choices[label] = {NAMES[option]: value for option, value in gain.options.items()}
     if choices:
-        yield Offers(f"Higher SQNR than {now}:", choices)
+        notes = ["rotations in a sample"] if gains.sampled else []
+        notes += [f"{gains.left:,} more options were not tried"] if gains.left else []
+        yield Offers(f"Higher SQNR than {now}{f' ({evidence.listed(notes)})' if notes else ''}:", choices)
+
+
+def _options(values: dict[str, Any]) -> dict[str, str]:
+    """The options that are chosen."""
+    return {name: values[NAMES[name]] for name in VALUES if values[NAMES[name]] != OWN}
+
+
+def _gains(selected: SelectedTensor, now: Spec) -> compute.Gains:
+    """The gains of the options in OFFERED, cached."""
+
+    def found(_: object = None) -> compute.Gains:
+        allowed = {name: VALUES[name][1] for name in OFFERED}
+        return compute.gains(selected.x, selected.dim, now, allowed, style.MEASURES["sqnr_db"].resolution)
+
+    opened = selected.opened
+    if not opened.cache:
+        return found()
+    key = ("gains", opened.contents([selected.row["tensor_id"]]), selected.gemm, selected.dim, str(now))
+    return opened.cache.get(None, key, found)
+
+
+def _controls(selected: SelectedTensor, values: dict[str, Any]) -> Iterator[Control]:
+    """The controls of options that one of the chosen formats has, with the values that it allows."""
+    chosen = _options(values)
+    names = {NAMES[name]: name for name in VALUES}
+    for control in CONTROLS:
+        if control.name not in names:
+            yield control
+            continue
+        option = names[control.name]
+        others = {name: value for name, value in chosen.items() if name != option}
+        specs = [compute.trial(fmt, **others).spec for fmt in values["formats"]]
+        allowed = tuple(value for value in VALUES[option][1] if any(_allows(spec, option, value) for spec in specs))
+        if option in chosen:
+            allowed = tuple(dict.fromkeys((*allowed, chosen[option])))
+        if allowed:
+            yield replace(control, options=(OWN, *allowed))
+
+
+def _allows(spec: Spec, option: str, value: str) -> bool:
+    try:
+        Spec.of(spec, **{option: value})
+    except SpecError:
+        return False
+    return True
 
 
 def plan(selected: SelectedTensor, values: dict[str, Any]) -> TrialPlan:
     formats, over, said = values["formats"], values["over"], []
     if not formats:
         return TrialPlan([], [], over, ("Choose a format.",))
-    options = {name: values[NAMES[name]] for name in VALUES if values[NAMES[name]] != OWN}
+    options = _options(values)
     trials = [compute.trial(name, **options) for name in formats]
     centered = any(one.spec.centered for one in trials)
     adapted = [replace(one, spec=applied(one.spec, selected.row)) for one in trials]
@@ -225,8 +276,8 @@ def _tensors(opened: Catalog, made: TrialPlan) -> Iterator[compute.TriedOperand]
             continue
 
 
-def results(selected: SelectedTensor, made: TrialPlan, tried: Tried) -> Drawn:
-    """The table and charts of the trials."""
+def results(selected: SelectedTensor, made: TrialPlan, tried: Tried, offers: Iterable[Offers] = ()) -> Drawn:
+    """The charts of the trials, what is offered, and the table."""
     table, shown = tried
     verdict = _verdict(table, _scored(selected, made))
     table = table.drop(columns="each")
@@ -241,11 +292,11 @@ def results(selected: SelectedTensor, made: TrialPlan, tried: Tried) -> Drawn:
     caption = f"{what}\n{definitions}{spread if len(made.ids) > 1 else ''}{rotated}"
     height = format_charts.format_height(table)
     said = (*made.said, f"Computed from {how}.") if sampled else made.said
-    items: list[Item] = [Text(text) for text in said]
-    items += [
+    items: list[Item] = [
         Figure(f"trials_{index}", panel, table, caption, height=height, group="trials")
         for index, panel in enumerate(format_charts.trial_panels(table))
     ]
+    items += [*offers, *(Text(text) for text in said)]
     rows = table.assign(format=table["label"])
     gradients = bool(made.scope) or str(selected.row["tensor_name"]).startswith("grad_")
     about = differences((one.spec for one in made.trials), gradients)
@@ -336,5 +387,6 @@ WHAT_IF = Question(
     view="whatif",
     draw=draw,
     controls=CONTROLS,
+    narrow=_controls,
     slow="Rounding",
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -20,11 +21,15 @@ from binade.quant.error_causes import CAUSES
 from binade.quant.specs import Spec
 
 TAIL = 1e-4  # the share of the smallest values that may lie left of the axis
-ZONES = {"flushed": style.BAD, "saturated": style.CLIPPED}
+REACH = 12  # binades below the smallest value that is kept, of which the axis shows no more
+ROOM = 1.25  # of the axis for the shares above the areas
+COLORS = {"flushed": style.BAD, "saturated": style.CLIPPED, "grid": style.FINE}
+WORDS = {"flushed": "flushed", "saturated": "saturated", "grid": "within the grid"}
 
 
 def codebook(
     table: pd.DataFrame,
+    error: pd.DataFrame,
     words_of: dict[str, str],
     spec: Spec,
     edges: tuple[float, float],
@@ -33,47 +38,78 @@ def codebook(
     behind: pd.DataFrame | None = None,
     marked: Interval | None = None,
 ) -> Chart:
-    """A histogram of the magnitudes over their scale, with the format's codes as ticks below. The ranges that are
-    flushed and saturated are shaded and labelled with words_of. table: compute.codebook_histogram. only: what part of
-    the tensor it is of; behind: the histogram of all, drawn in grey; marked: a range."""
+    """Where the squared error comes from: areas of compute.error_by_binade by cause, over the magnitudes by their
+    scale, with the line of the values (table: compute.codebook_histogram) as high as the areas, the format's codes as
+    ticks below, rules at the edges of its range and words_of for the causes. only: what part of the tensor the line is
+    of; behind: that of all, in grey, without areas; marked: a range."""
     whole = table if behind is None else behind
-    flush, clip = edges
-    tail = whole["low"][((whole["high"] - whole["low"]) * whole["share"]).cumsum() >= TAIL]
-    low = min(float(tail.min()) if len(tail) else flush - 2, flush - 2)
-    high = max(float(whole["high"].max()), clip + 1.5)
-    top = float(pd.concat([table["share"], whole["share"]]).max()) * 1.22
-    bands = pd.DataFrame({
-        "zone": [*ZONES], "from": [low, clip], "to": [flush, high], "text": [words_of[zone] for zone in ZONES],
-        "at": [low, high], "top": top, "floor": 0.0,
-    })  # fmt: skip
-    magnitude = _magnitude(spec)
-    x = plot.x("from", axis=style.binades(magnitude, 12), domain=[low, high], nice=False, zero=False)
-    y = plot.y(
-        "share", "share of values per binade", {"format": "~%", "tickCount": 5}, domain=[-top * 0.045, top], nice=False
-    )
-    color = plot.named("zone", ZONES, None)
+    low, high = shown(whole, error, edges)
+    most = float(pd.concat([table["share"], whole["share"]]).max())
+    top = (float(error["to"].max()) if len(error) else most) * ROOM
+    domain: plot.Look = {"domain": [-top * 0.045, top], "nice": False}
+    x = plot.x("low", axis=style.binades(_magnitude(spec), 12), domain=[low, high], nice=False, zero=False)
+    title = "share of the error per binade" if len(error) else "share of values per binade"
+    y = plot.y("height", title, {"format": "~%", "tickCount": 5}, **domain)
+    color = plot.named("cause", COLORS, None)
     tips = plot.tips(low=("log₂ from", ".3~f"), high=("log₂ to", ".3~f"), share=("share of values per binade", ".3~p"))
-    bars: plot.Look = {"x": plot.x("low"), "high": "high", "y": y, "clip": True, "tips": tips}
-    codes = pd.DataFrame({"log2": compute.code_magnitudes(spec.format.element), "y": -top * 0.022})
-    marks = [plot.mark("rect", bands, opacity=0.16, x=x, x2="to", y="floor", y2="top", color=color)]
+    bars: plot.Look = {"x": x, "high": "high", "y": y, "clip": True, "tips": tips}
+    drawn, grey = (part.assign(height=part["share"] * top / ROOM / most) for part in (table, whole))
+    marks: list[Chart] = [plot.steps(grey, color=style.GREY, opacity=0.3, **bars)]
     if behind is not None:
-        marks.append(plot.steps(behind, color=style.GREY, **bars))
+        marks.append(plot.steps(drawn, color=style.FORMAT_COLORS[spec.format.name], **bars))
+    if len(error):
+        named = error.assign(name=error["cause"].map(WORDS), height=error["from"])
+        of_error = plot.tips(
+            low="log₂ from", high="log₂ to", name="cause", share=("share of the squared error", ".3~p")
+        )
+        areas: plot.Look = {"x": x, "x2": "high", "y": y, "y2": "to", "clip": True, "tips": of_error}
+        marks.append(plot.mark("rect", named, opacity=0.7, color=color, **areas))
+    codes = pd.DataFrame({"low": compute.code_magnitudes(spec.format.element), "height": -top * 0.022})
     marks += [
-        plot.steps(table, color=style.FORMAT_COLORS[spec.format.name], **bars),
+        *(plot.rule(x=edge) for edge in edges),
         plot.mark(
-            "tick", codes, x="log2", y="y", tips=plot.tips(log2=("a code at log₂", ".3~f")), thickness=1, size=9,
+            "tick", codes, x=x, y=y, tips=plot.tips(low=("a code at log₂", ".3~f")), thickness=1, size=9,
             orient="vertical", color=style.GREY, clip=True,
         ),
+        *_words(words_of, (low, *edges, high), top, color),
     ]  # fmt: skip
-    for zone, align, dx, dy in (("flushed", "left", 6, 8), ("saturated", "right", -6, 24)):
-        look: plot.Look = {"align": align, "dx": dx, "dy": dy, "baseline": "top", "fontWeight": 600}
-        marks.append(plot.mark("text", bands[bands["zone"] == zone], x="at", y="top", text="text", color=color, **look))
     if marked:
         band = pd.DataFrame({"from": [marked.low], "to": [marked.high]})
-        look = {"color": style.GREY, "opacity": style.BAND, "clip": True, "params": [style.clear("from")]}
-        marks.insert(0, plot.mark("rect", band, x=x, x2="to", **look))
-    name = f"Magnitudes over the codebook of {spec.format.title}{f': {only}' if only else ''}"
-    return plot.layers(name, explained(subtitle, table), *marks)
+        look: plot.Look = {"color": style.GREY, "opacity": style.BAND, "clip": True, "params": [style.clear("from")]}
+        marks.insert(0, plot.mark("rect", band, x="from", x2="to", **look))
+    name = f"Squared error over the codebook of {spec.format.title}"
+    if only:
+        name = f"Magnitudes over the codebook of {spec.format.title}: {only}"
+    dense = table if only else pd.DataFrame({"share": [top / ROOM]})
+    return plot.layers(name, explained(subtitle, dense), *marks)
+
+
+def shown(whole: pd.DataFrame, error: pd.DataFrame, edges: tuple[float, float]) -> tuple[float, float]:
+    """The ends of the axis: all but TAIL of the values, as far as REACH binades below the grid, and the error."""
+    flush, clip = edges
+    tail = whole["low"][((whole["high"] - whole["low"]) * whole["share"]).cumsum() >= TAIL]
+    low = min(float(tail.min()) if len(tail) else flush, flush - 2)
+    held = error[error["share"] >= TAIL] if len(error) else error
+    low = max(low, min(flush - REACH, float(held["low"].min()) if len(held) else math.inf))
+    return low, max(float(whole["high"].max()), clip + 1.5)
+
+
+def _words(words_of: dict[str, str], ends: Sequence[float], top: float, color: Any) -> list[Chart]:
+    """The text of each cause, above its part of the axis."""
+    low, flush, clip, high = ends
+    places = {
+        "flushed": (low, "left", 6, 6),
+        "grid": ((flush + clip) / 2, "center", 0, 22),
+        "saturated": (high, "right", -6, 38),
+    }
+    texts: list[Chart] = []
+    for cause, (at, align, dx, dy) in places.items():
+        if cause not in words_of:
+            continue
+        row = pd.DataFrame({"cause": [cause], "at": [at], "top": [top], "text": [words_of[cause]]})
+        look: plot.Look = {"align": align, "dx": dx, "dy": dy, "baseline": "top", "fontWeight": 600}
+        texts.append(plot.mark("text", row, x="at", y="top", text="text", color=color, **look))
+    return texts
 
 
 def _magnitude(spec: Spec) -> str:
@@ -81,10 +117,10 @@ def _magnitude(spec: Spec) -> str:
 
 
 def shares_of_error(shares: Sequence[float]) -> dict[str, str]:
-    """The labels of the zones of a whole tensor: their shares of its squared error, in the order of CAUSES."""
+    """The words for the causes of a whole tensor: their shares of its squared error, in the order of CAUSES."""
     named = zip(CAUSES, shares, strict=True)
     return {
-        cause: cause if math.isnan(share) else f"{cause}: {SHARE.quantity(share)} of the error"
+        cause: WORDS[cause] if math.isnan(share) else f"{WORDS[cause]}: {SHARE.quantity(share)} of the error"
         for cause, share in named
     }
 
@@ -97,26 +133,6 @@ def shares_of_values(zones: pd.DataFrame) -> dict[str, str]:
         "flushed": f"flushed: {SHARE.quantity(flushed)} of its nonzero",
         "saturated": f"saturated: {SHARE.quantity(saturated)} of its values",
     }
-
-
-def error_by_binade(table: pd.DataFrame, spec: Spec, edges: tuple[float, float], subtitle: str | list[str]) -> Chart:
-    """Stacked bars of compute.error_by_binade, with rules at the edges of the zones of `codebook`."""
-    names = {"flushed": "flushed", "saturated": "saturated", "grid": "within the grid"}
-    colors = {names[cause]: (ZONES | {"grid": style.FINE})[cause] for cause in CAUSES if cause in set(table["cause"])}
-    by_size = table.sort_values("share").groupby(["low"])["share"].sum()
-    shown = by_size[by_size >= TAIL].index
-    low, high = min(float(shown.min()), edges[0] - 1), max(float(shown.max()) + 1, edges[1] + 1)
-    x = plot.x("low", axis=style.binades(_magnitude(spec), 12), domain=[low, high], nice=False, zero=False)
-    bars = plot.mark(
-        "rect", table.assign(name=table["cause"].map(names)), clip=True, x=x, x2="high",
-        y=plot.y("from", "share of the error", {"format": "~%", "tickCount": 4}), y2="to",
-        color=plot.named("name", colors, style.legend([*colors], "cause")),
-        tips=plot.tips(
-            low="log₂ from", high="log₂ to", name="cause", share=("share of the squared error", ".3~p")
-        ),
-    )  # fmt: skip
-    rules = plot.mark("rule", pd.DataFrame({"low": list(edges)}), x=x, strokeDash=[4, 3], color=style.GREY)
-    return plot.layers("Squared error by magnitude and cause", subtitle, rules, bars)
 
 
 def channels(

@@ -11,6 +11,7 @@ import pandas as pd
 from torch import Tensor
 
 from binade.app.params import Interval
+from binade.app.questions.shared.distributions import bars, half_binades
 from binade.app.questions.shared.rounded import MAX_SIDE, Subject
 from binade.quant.elements import Element
 from binade.quant.error_causes import CAUSES, ErrorCauses, ScaleCost
@@ -28,23 +29,12 @@ def zone_edges(element: Element, rounding: str) -> tuple[float, float]:
 
 
 def codebook_histogram(subject: Subject, of: Tensor | None = None) -> pd.DataFrame:
-    """The magnitudes over their scale by log2: columns low, high, share (of all values, per binade). Zeros left out.
+    """The magnitudes over their scale by log2: `distributions.bars`, of all values. Zeros have none.
 
-    of: [groups, block] bool, those of the values that are counted; by default all. Eighths of a binade; whole binades
-    where that would be more than 1,000 bars.
-    """
+    of: [groups, block] bool, those of the values that are counted; by default all."""
     magnitudes = subject.blocks.magnitudes[subject.blocks.valid if of is None else of]
-    values = magnitudes[magnitudes > 0].numpy()
-    total = len(magnitudes)
-    if not len(values):
-        return pd.DataFrame(columns=["low", "high", "share"])
-    mantissa, exponent = np.frexp(values)
-    parts = 8 if exponent.max() - exponent.min() < 125 else 1
-    place = (exponent.astype(np.int64) - 1) * parts + np.floor((2 * mantissa - 1) * parts).astype(np.int64)
-    bins, counts = np.unique(place, return_counts=True)
-    low = bins // parts + np.log2(1 + bins % parts / parts)
-    high = bins // parts + np.log2(1 + (bins % parts + 1) / parts)
-    return pd.DataFrame({"low": low, "high": high, "share": counts / total / (high - low)})
+    log2 = np.log2(magnitudes[magnitudes > 0].numpy().astype(np.float64))
+    return bars(*half_binades(log2, log2, np.ones(len(log2))), total=len(magnitudes))
 
 
 def zones(subject: Subject, of: Tensor | None = None) -> pd.DataFrame:
@@ -71,17 +61,20 @@ def zones(subject: Subject, of: Tensor | None = None) -> pd.DataFrame:
     return pd.DataFrame({"zone": [*counts], **shares})
 
 
-def error_by_binade(causes: ErrorCauses) -> pd.DataFrame:
+def error_by_binade(causes: ErrorCauses, clip: float) -> pd.DataFrame:
     """Shares of the squared error by binade and cause: columns low, high (log2 of |value / scale|), cause, share, and
-    from and to, between which a stacked bar shows it."""
+    from and to, between which an area of this share stands over low to high. clip: log2 of the largest code, from where
+    on values are saturated, and up to which others have the error of the grid."""
     rows = []
     for binade, shares in zip(causes.binades.tolist(), causes.by_binade.tolist(), strict=True):
-        start = 0.0
+        divided, start = binade < clip < binade + 1, 0.0
+        ends = {"saturated": (clip, binade + 1), "grid": (binade, clip)} if divided else {}
         for cause, share in zip(CAUSES, shares, strict=True):
             if share:
-                place = {"low": binade, "high": binade + 1, "cause": cause, "share": share}
-                rows.append(place | {"from": start, "to": start + share})
-            start += share
+                low, high = ends.get(cause, (binade, binade + 1))
+                place = {"low": low, "high": high, "cause": cause, "share": share}
+                rows.append(place | {"from": start, "to": start + share / (high - low)})
+            start = 0.0 if divided else start + share
     return pd.DataFrame(rows, columns=["low", "high", "cause", "share", "from", "to"])
 
 

@@ -93,9 +93,9 @@ def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
         verdict = together(verdict, with_scale_it_has(scaled, exact(MEASURES["sqnr_db"], sqnr)))
     table = compute.codebook_histogram(subject)
     caption = (
-        f"{selected.source(subject.note or 'exact')}\n{about_format(selected.spec)}. Flushed: nonzero values below "
-        "half the smallest code. Saturated: above the largest. Their percentages are shares of the squared "
-        "error of all values."
+        f"{selected.source(subject.note or 'exact')}\n{about_format(selected.spec)}. Areas: shares of the squared "
+        "error of all values, by the binade of the magnitude over its scale. Flushed: nonzero values that become 0; "
+        "saturated: above the largest code; within the grid: rounded to a neighboring code."
     )
     items: list[Item] = [facts(selected)]
     chosen, problems = _chosen(selected, subject, values)
@@ -103,7 +103,7 @@ def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
         problems.append("Nothing to draw: there are no finite nonzero values.")
     else:
         items.append(_codebook(selected, subject, table, zones, causes, chosen, caption))
-        items += filter(None, (_error_by_binade(selected, causes), _decomposition(causes)))
+        items += filter(None, (_decomposition(causes),))
         if chosen.held:
             items.append(Text(_where(selected, chosen)))
         if chosen.held and chosen.held.values:
@@ -198,20 +198,6 @@ def contributors(causes: ErrorCauses, axes: Axes) -> Sentence:
     return together(*names)
 
 
-def _error_by_binade(selected: SelectedTensor, causes: ErrorCauses) -> Figure | None:
-    table = compute.error_by_binade(causes)
-    if table.empty:
-        return None
-    scaled = "|value / scale|" if selected.spec.block else "|value|"
-    caption = (
-        f"{selected.source()}\nShare of the squared error of all values, by the binade of {scaled}. Flushed: values "
-        "that become 0; saturated: above the largest code; grid: rounding to a neighboring code."
-    )
-    subtitle = f"{selected.label} · all values"
-    chart = charts.error_by_binade(table, selected.spec, compute.zone_edges(selected.spec.format.element, ""), subtitle)
-    return Figure("causes", chart, table, caption, height=300)
-
-
 def _decomposition(causes: ErrorCauses) -> Table | None:
     if causes.scale is None:
         return None
@@ -234,28 +220,37 @@ def _codebook(
     chosen: Chosen, caption: str,
 ) -> Figure:  # fmt: skip
     """The histogram of all values, or of those of a channel with all values behind them. table, zones: of all."""
-    only, behind, of, grey = "", None, "all values", ""
+    only, behind, of = "", None, "all values"
+    edges = compute.zone_edges(selected.spec.format.element, selected.spec.rounding)
+    error = compute.error_by_binade(causes, edges[1])
     words_of = charts.shares_of_error(causes.shares)
     label = f"{selected.label} · {subject.note or 'all values'}"
     if chosen.of is not None:
         only, behind = f"{chosen.channel} only", table
         table, zones = compute.codebook_histogram(subject, chosen.of), compute.zones(subject, chosen.of)
         words_of = charts.shares_of_values(zones)
-        of, grey = f"the {int(chosen.of.sum()):,} values of {chosen.channel}", " Grey: of all values."
+        error = error.head(0)
+        of = f"the {int(chosen.of.sum()):,} values of {chosen.channel}"
         label = f"{selected.label} · {of}{f' in {subject.note}' if subject.note else ''}"
         caption += f"\nBars, and flushed and saturated as shares of the values: of {of}. Grey: of all values."
     zeros = float(zones.set_index("zone")["share"]["zero"])
     zero = say("Zeros, {zero} of the values, have no magnitude.", zero=exact(SHARE, zeros)) if zeros else ""
-    edges = compute.zone_edges(selected.spec.format.element, selected.spec.rounding)
-    chart = charts.codebook(table, words_of, selected.spec, edges, label, only, behind, chosen.range)
+    chart = charts.codebook(table, error, words_of, selected.spec, edges, label, only, behind, chosen.range)
+    drawn = pd.concat([table.assign(of="values"), error.rename(columns={"cause": "of"})], ignore_index=True)
+    left = table["low"] < charts.shown(table if behind is None else behind, error, edges)[0]
+    beyond = float((table["share"] * (table["high"] - table["low"]))[left].sum())
+    cut = say("{share} of the values lie left of the axis.", share=exact(SHARE, beyond)) if beyond else ""
     if chosen.held:
         caption += f"\nMarked: {chosen.definition} {_counted(chosen.held)}."
     brush = "" if selected.spec.hadamard else "range"
     if brush:
         chart = chart.add_params(drag())
-    words = f"{about_format(selected.spec)}. Ticks beneath: its codes. Bars: share of {of}.{grey}"
+    bars = "Bars: share of {of}, at most {most} per binade. Grey: of all values."
+    areas = "Areas: share of the squared error. Grey: share of all values, at most {most} per binade."
+    drawn_as = say(bars if only else areas, of=of, most=exact(SHARE, float(table["share"].max())))
+    about = f"{about_format(selected.spec)}. Ticks beneath: its codes."
     return Figure(
-        "codebook", chart, table, caption, note=together(words, zero), height=400,
+        "codebook", chart, drawn, caption, note=together(about, drawn_as, zero, cut), height=400,
         hint=f"Drag over a range to see which {selected.axes.columns} and {selected.axes.rows} hold it.",
         brush=brush, marked=chosen.range,
     )  # fmt: skip
