@@ -18,7 +18,7 @@ from binade.app.figure import Drawn
 from binade.app.params import Interval
 from binade.app.questions.explore import charts, compute
 from binade.app.questions.explore.curves import Curve, edge
-from binade.app.questions.explore.quantile_plots import against_law, points_of, said
+from binade.app.questions.explore.quantile_plots import against_law, points_of
 from binade.app.questions.explore.question import BY_FIELD
 from binade.app.questions.shared.distributions import distribution_of, distributions
 from binade.app.questions.shared.operands import ranked_tensors
@@ -157,12 +157,6 @@ def test_the_largest_of_as_many_values_of_the_law():
     low, high = against_law(distribution_of("own", x), "normal").expected
     assert np.mean((largest < low) | (largest > high)) < 0.04
     assert low < np.median(largest) < high
-
-
-def test_what_a_q_q_plot_says_is_one_short_line():
-    tails = {"a": "heavier", "b": "heavier", "c": "heavier", "d": "lighter", "e": "as long"}
-    assert said(tails, "a normal") == "Tails against a normal: heavier: a, b and 1 more; lighter: d."
-    assert said({"e": "as long", "f": ""}, "a normal") == ""
 
 
 @pytest.mark.parametrize("count", [1, 6])

@@ -15,15 +15,16 @@ import pandas as pd
 from binade.app.questions.explore.quantile_plots import Quantiles
 from binade.app.questions.shared.distributions import Distribution, magnitudes, merged
 
-# Where a binade is divided: a bin of a sketch ends there, so that counts of raw values are exact.
-HALF = math.log2(1.5)
+# log₂ of where the bins of a binade begin. A bin of a sketch ends there, so that counts of raw values are exact.
+STEPS = 0.0, math.log2(1.5)
+HALF = STEPS[1]
 DIGITS = 5  # of a share
 
 
 def edge(index: np.ndarray) -> np.ndarray:
     """log₂ of the magnitude at which the bin of this number begins: two bins per binade, 1 to 1.5 and 1.5 to 2."""
     whole, half = np.divmod(index, 2)
-    return np.asarray(whole + half * HALF)
+    return np.asarray(whole + np.array(STEPS)[np.asarray(half, int)])
 
 
 def _index(log2: np.ndarray) -> np.ndarray:
