@@ -201,6 +201,22 @@ def test_the_browser_gets_what_the_answer_draws(catalog: Catalog):
         )
 
 
+def test_a_tensor_in_each_format_lies_on_the_grid_of_each(catalog: Catalog):
+    """OCP Microscaling: over a power of two, values of E2M1 have one bit of mantissa, those of E4M3 three."""
+    (tensor,) = catalog.tensors(newest(catalog, tensor_name=["weight"]))["tensor_id"].tolist()[:1]
+    chosen = catalog.rows_of([tensor])
+    groups, formats = compute.in_formats(catalog, chosen, ["mxfp4", "mxfp8"], "raw")
+    recorded, *rounded = groups.distributions
+    (values,) = loaded(catalog, [tensor])
+    np.testing.assert_array_equal(recorded.low, np.unique(values))
+    assert formats == {"mxfp4": ("mxfp4", 0), "mxfp8": ("mxfp8", 0)}
+    for d, bits in zip(rounded, (1, 3), strict=True):
+        mantissas = np.frexp(np.abs(d.low[d.low != 0]))[0] * 2 ** (bits + 1)
+        assert d.total == values.size and (mantissas == mantissas.round()).all()
+    shown = drawn(catalog, tensor=[tensor], rounded="formats").get("histogram").table["group"]
+    assert {"mxfp4", "mxfp8"} < {*shown}
+
+
 def test_the_same_tensor_in_another_run(catalog: Catalog):
     runs = catalog.runs().set_index("recipe")["run_id"]
     where = {"tensor_name": ["weight"], "module": ["fc2"], "layer_index": [2]}

@@ -273,7 +273,7 @@ class Explore {
             return;
         }
         const { groups, against } = drawn;
-        legend.replaceChildren(...groups.map(({ name, color }) => this.entry(name, color)));
+        legend.replaceChildren(...groups.map(({ name, color, dash }) => this.entry(name, color, dash)));
         const linear = this.shown.axis === 'linear';
         const line = { group: [], low: [], share: [], color: [], dash: [] }, point = { group: [], theoretical: [], sample: [], share: [], color: [], dash: [] };
         for (const { name, color, dash, first, low, step, shares, x, y, below } of groups) {
@@ -303,8 +303,11 @@ class Explore {
     }
 
     // Of tensors the legend names the lines; a group is a button that keeps it alone.
-    entry(name, color) {
-        const inside = [element('i', { style: `background:${color}` }), name], { by } = this.shown;
+    entry(name, color, dash) {
+        const ends = dash.map((_, index) => dash.slice(0, index + 1).reduce((a, b) => a + b));
+        const stops = ends.map((end, index) => `${index % 2 ? 'transparent' : color} ${end - dash[index]}px ${end}px`);
+        const line = element('i', { style: `background:repeating-linear-gradient(90deg, ${stops})` });
+        const inside = [line, name], { by } = this.shown;
         if (this.ticked.length || by === 'tensor') return element('span', { role: 'listitem' }, ...inside);
         const only = element('button', { type: 'button', class: 'link', title: 'Filter to this', onclick: () => this.tell('set', ['only', name]) }, ...inside);
         return element('span', { role: 'listitem' }, only);

@@ -57,8 +57,8 @@ AXIS = Control(name="axis", label="Axis", param=AXIS_OF, titles=AXES)
 AS_RECORDED, IN_FORMATS = "no", "formats"
 ROUNDED = Control(
     name="rounded", label="Rounded", param=One((AS_RECORDED, IN_FORMATS)), widget="list",
-    titles={AS_RECORDED: "as recorded", IN_FORMATS: "in each format"},
-    help="In each format: the drawn tensors beside what they are rounded to in each format that was scored",
+    titles={AS_RECORDED: "no", IN_FORMATS: "formats"},
+    help="Formats: the ticked tensors, or the first one, beside what each scored format rounds them to",
 )  # fmt: skip
 PANELS = tuple(
     Control(name=name, label=name.capitalize(), param=One((NONE, *BY_FIELD)), titles=TITLED, widget="list")
@@ -150,7 +150,8 @@ def drawing(board: Board, values: Mapping[str, Any], ranked: pd.DataFrame) -> Dr
     opened, law = board.opened, values["law"] or LAWS[0]
     chosen = opened.rows_of(list(values["tensor"])[:MAX_SELECTED])
     if chosen.empty and values["by"] == TENSOR:
-        chosen = opened.rows_of(ranked["tensor_id"].head(DRAWN).tolist())
+        drawn = DRAWN if values["rounded"] == AS_RECORDED else 1
+        chosen = opened.rows_of(ranked["tensor_id"].head(drawn).tolist())
     by = TENSOR if len(chosen) else values["by"]
     looks = run_looks(every_run(opened)) if by == "run_id" else None
     if len(chosen) and values["rounded"] == IN_FORMATS:
