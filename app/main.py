@@ -18,12 +18,19 @@ ICON = (
     '<rect x="13" y="7" width="2" height="8"/></g></svg>'
 )
 
+# The first stops of Tab on each page, see skip.js.
+SKIP = (
+    '<nav class="skip" aria-label="Skip to"><a href="#filter">Skip to the filter</a>'
+    '<a href="#table">Skip to the table</a><a href="#charts">Skip to the charts</a></nav>'
+)
+SCRIPTS = "".join(Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("history.js", "skip.js"))
+
 
 def navigate(default: str = "map") -> None:
     """Declare the pages, so that they can link to each other, and run the page of the address."""
     st.set_page_config(page_title="Binade", page_icon=ICON, layout="wide", initial_sidebar_state="collapsed")
-    history = Path(__file__).with_name("history.js").read_text(encoding="utf-8")
-    st.html(f"<script>{history}</script>", unsafe_allow_javascript=True)
+    st.html(f"<script>{SCRIPTS}</script>", unsafe_allow_javascript=True)
+    st.html(SKIP)
     known = users.sign_in()
     shows = {name: frame.page_of(name) for name in PAGES}
     shows["home"] = frame.opens(default)  # its address with its name

@@ -6,7 +6,7 @@ import base64
 import math
 import re
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
@@ -25,6 +25,7 @@ from binade.app.report.rendering import RenderError
 from binade.app.sessions import open_session
 from binade.app.state import catalog
 from binade.app.style import CHOSEN, CLEARED, DRAGGED, MEASURES, ONLY
+from binade.app.text_width import text_width
 from binade.app.view import View
 from binade.data.access import read_only
 from binade.data.cache import Done
@@ -194,8 +195,8 @@ COLUMNS = {
     "flush_to_zero": Column("Flushed (%)", bar=True),
     "saturated": Column("Saturated (%)", bar=True),
 }
-PADDING, CHARACTER, BAR = 18, 7.3, 100  # pixels: beside a text, of a character, of a bar with its number
-NUMBER, WIDEST = 6, 70  # characters: of a column of numbers at least, and of the widest column
+PADDING, BAR = 17, 56  # pixels: beside a text, and of a bar beside its number
+NARROWEST, WIDEST = 50, 560  # pixels: of a column
 LOOK = 0.5  # seconds between two updates of a progress bar whose percentage has not changed
 STYLED = 15_000  # cells
 LARGEST_SHOWN = 2.0**53  # the largest number that a table's number column shows
@@ -265,7 +266,8 @@ def displayed(
                 if (column.bar or look.bar) and (most := values.max()) > 0 and values.min() >= 0 and most < math.inf:
                     kind, options = st.column_config.ProgressColumn, {"min_value": 0.0, "max_value": most}
         help = column.help or (measure.definition or None if measure else None)
-        width = column.width or fitting_width(title, values, kind)
+        bar = kind is st.column_config.ProgressColumn
+        width = column.width or fitting_width(title, _texts(values, formats.get(name)), bar)
         shown[name], config[name] = values, kind(title, width=width, help=help, **options)
     return pd.DataFrame(shown, index=frame.index), config, formats
 
@@ -289,13 +291,18 @@ def with_texts(
     return (shown.reset_index(drop=True).style.format(texts, na_rep="–") if styled else shown), layout
 
 
-def fitting_width(title: str, values: pd.Series, kind: Any) -> int:
-    """The width of a column, in pixels, that cuts neither its title nor its cells, unless these are very long."""
-    longest = NUMBER
-    if kind is st.column_config.TextColumn:
-        longest = max(map(len, values.dropna().astype(str)), default=1)
-    width = round(PADDING + CHARACTER * min(max(len(title), longest), WIDEST))
-    return max(width, BAR) if kind is st.column_config.ProgressColumn else width
+def fitting_width(title: str, texts: Iterable[str], bar: bool = False) -> int:
+    """The width of a column, in pixels, that cuts neither its title nor its cells, unless these are longer than any
+    number. bar: behind each number is a bar."""
+    longest = max((text_width(text) + BAR * bar for text in set(texts)), default=0)
+    return round(max(NARROWEST, PADDING + min(max(text_width(title), longest), WIDEST)) + 0.5)
+
+
+def _texts(values: pd.Series, form: str | None) -> Iterable[str]:
+    """The texts of a column's cells. form: of its numbers."""
+    write = partial(number_text, format=form) if form else str
+    texts: Iterable[str] = map(write, values.dropna())
+    return texts
 
 
 def _usual(values: pd.Series) -> str:

@@ -7,7 +7,6 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import cycle
 from typing import Any, Literal
 
 import altair as alt
@@ -22,23 +21,37 @@ from binade.data.text import superscript
 from binade.quant.formats import FORMATS
 from binade.quant.specs import Spec
 
+# Of the formats that are not in DASHED, of BAD and of CLIPPED, any two can be told apart without red or green cones.
 FORMAT_COLORS = {
-    "bf16": "#64748b",
-    "fp16": "#8b827b",
-    "fp8_e4m3": "#0e7490",
-    "fp8_e5m2": "#0e9fbf",
-    "hifp8": "#cb8308",
-    "mxfp8": "#2471f0",
-    "mxfp8_e5m2": "#5b8def",
-    "mxfp6_e3m2": "#ae7ad5",
-    "mxfp6_e2m3": "#7e519d",
-    "mxfp4": "#dc1141",
-    "mxint8": "#059669",
-    "nvfp4": "#15a678",
+    "bf16": "#6d7979",
+    "fp16": "#929292",
+    "fp8_e4m3": "#3d6d79",
+    "fp8_e5m2": "#189ec2",
+    "hifp8": "#aa6d0c",
+    "mxfp8": "#006dff",
+    "mxfp8_e5m2": "#5592ff",
+    "mxfp6_e3m2": "#aa6d9e",
+    "mxfp6_e2m3": "#86559e",
+    "mxfp4": "#c2243d",
+    "mxint8": "#188661",
+    "nvfp4": "#559e79",
 }
-# For formats that have no color above, in their order, so that a new format needs no change here.
-SPARE = ("#9d5c8f", "#7c8a1f", "#4f7f9e", "#b5703c", "#c0508a", "#2f8f7a", "#7a6fb0")
-FORMAT_COLORS |= dict(zip((name for name in FORMATS if name not in FORMAT_COLORS), cycle(SPARE), strict=False))
+# Variants and newcomers, whose lines are dashed.
+DASHED = {
+    "fp8_e4m3fnuz": "#865586",
+    "fp8_e5m2fnuz": "#617949",
+    "mxfp8_e4m3fnuz": "#6192aa",
+    "mxfp8_e5m2fnuz": "#b66118",
+    "hif4": "#c26192",
+    "nvint4": "#31866d",
+    "mxint4": "#796db6",
+}
+SPARE = (*DASHED.values(),)
+# A new format needs no change here. Its color follows from its name, so that no other format changes it.
+DASHED |= {
+    name: SPARE[zlib.crc32(name.encode()) % len(SPARE)] for name in FORMATS if name not in (*FORMAT_COLORS, *DASHED)
+}
+FORMAT_COLORS |= DASHED
 # For groups that are not formats: none of the colors above. All are readable on light and on dark. The first six can
 # be told apart without red or green cones, as can the formats that runs are most often trained in.
 PALETTE = ["#6366f1", "#ab9218", "#18a0c6", "#ca1f85", "#4b6e22", "#cf7a78", "#a855c7", "#0d9488", "#b4633a", "#6b7a90"]
@@ -110,7 +123,7 @@ def styles(groups: list[str], by: str = "", own: Looks | None = None) -> tuple[l
     most = len(DASHES) if all(group in NEUTRAL or _RECIPE.fullmatch(group) for group in groups) else 1
     if None in formats or max((formats.count(name) for name in formats), default=0) > most:
         return [PALETTE[i % len(PALETTE)] for i in range(len(groups))], [0] * len(groups)
-    nth = [formats[:index].count(name) for index, name in enumerate(formats)]
+    nth = [(formats[:index].count(name) + (name in DASHED)) % len(DASHES) for index, name in enumerate(formats)]
     return [(NEUTRAL | FORMAT_COLORS)[name] for name in formats if name], nth
 
 

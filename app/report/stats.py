@@ -9,7 +9,8 @@ import numpy as np
 import pandas as pd
 
 from binade.app.params import TITLES
-from binade.app.questions.explore.question import REPORTED_BY, moments
+from binade.app.questions.explore.compute import moments
+from binade.app.questions.explore.question import REPORTED_BY
 from binade.app.report.tables import cells, shown
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter

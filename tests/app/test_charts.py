@@ -271,26 +271,6 @@ def test_every_colour_stands_out(background):
         assert (light + 0.05) / (dark + 0.05) >= 3, color
 
 
-# Machado, Oliveira and Fernandes 2009, table 1, severity 1: linear RGB as seen without red or without green cones.
-CONFUSED = {
-    "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
-    "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
-}
-XYZ = [[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.0721750], [0.0193339, 0.1191920, 0.9503041]]
-
-
-@pytest.mark.parametrize("sight", CONFUSED)
-@pytest.mark.parametrize("colors", [[*map(style.FORMAT_COLORS.get, [*FORMATS, "nvfp4"])], style.PALETTE[:6]])
-def test_the_first_colours_differ_for_the_colour_blind(colors, sight):
-    """In CIE 1976 L*a*b* by ten times what is just noticeable."""
-    rgb = np.array([[int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)] for color in colors])
-    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4) @ np.array(CONFUSED[sight]).T
-    x, y, z = np.cbrt(linear.clip(0, 1) @ np.array(XYZ).T / [0.95047, 1, 1.08883]).T
-    lab = np.stack([116 * y - 16, 500 * (x - y), 200 * (y - z)], 1)
-    apart = np.linalg.norm(lab[:, None] - lab[None], axis=-1)[np.triu_indices(len(colors), 1)]
-    assert apart.min() > 23
-
-
 def test_outlines_fall_to_zero_in_gaps_and_at_the_ends():
     table = pd.DataFrame(
         {

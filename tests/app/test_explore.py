@@ -18,7 +18,7 @@ from binade.app.figure import Drawn
 from binade.app.params import Interval
 from binade.app.questions.explore import charts, compute
 from binade.app.questions.explore.curves import Curve, edge
-from binade.app.questions.explore.quantile_plots import against_law, points_of, said
+from binade.app.questions.explore.quantile_plots import against_law, points_of
 from binade.app.questions.explore.question import BY_FIELD
 from binade.app.questions.shared.distributions import distribution_of, distributions
 from binade.app.questions.shared.operands import ranked_tensors
@@ -159,12 +159,6 @@ def test_the_largest_of_as_many_values_of_the_law():
     assert low < np.median(largest) < high
 
 
-def test_what_a_q_q_plot_says_is_one_short_line():
-    tails = {"a": "heavier", "b": "heavier", "c": "heavier", "d": "lighter", "e": "as long"}
-    assert said(tails, "a normal") == "Tails against a normal: heavier: a, b and 1 more; lighter: d."
-    assert said({"e": "as long", "f": ""}, "a normal") == ""
-
-
 @pytest.mark.parametrize("count", [1, 6])
 def test_counts_beyond_the_axis_are_drawn(count: int):
     groups = [f"g{index}" for index in range(count)]
@@ -205,6 +199,22 @@ def test_the_browser_gets_what_the_answer_draws(catalog: Catalog):
         np.testing.assert_allclose(
             np.interp(near["theoretical"], sketched["x"], sketched["y"]), near["sample"], atol=0.25
         )
+
+
+def test_a_tensor_in_each_format_lies_on_the_grid_of_each(catalog: Catalog):
+    """OCP Microscaling: over a power of two, values of E2M1 have one bit of mantissa, those of E4M3 three."""
+    (tensor,) = catalog.tensors(newest(catalog, tensor_name=["weight"]))["tensor_id"].tolist()[:1]
+    chosen = catalog.rows_of([tensor])
+    groups, formats = compute.in_formats(catalog, chosen, ["mxfp4", "mxfp8"], "raw")
+    recorded, *rounded = groups.distributions
+    (values,) = loaded(catalog, [tensor])
+    np.testing.assert_array_equal(recorded.low, np.unique(values))
+    assert formats == {"mxfp4": ("mxfp4", 0), "mxfp8": ("mxfp8", 0)}
+    for d, bits in zip(rounded, (1, 3), strict=True):
+        mantissas = np.frexp(np.abs(d.low[d.low != 0]))[0] * 2 ** (bits + 1)
+        assert d.total == values.size and (mantissas == mantissas.round()).all()
+    shown = drawn(catalog, tensor=[tensor], rounded="formats").get("histogram").table["group"]
+    assert {"mxfp4", "mxfp8"} < {*shown}
 
 
 def test_the_same_tensor_in_another_run(catalog: Catalog):

@@ -94,6 +94,58 @@ def tab_to(page: Page, wanted: Locator) -> None:
     pytest.fail(f"Tab does not reach it, but {seen}")
 
 
+# The outline of what has the focus, or of what it is part of: of a list of Streamlit's, its input is inside.
+RING = """() => {
+    let element = document.activeElement;
+    while (element.shadowRoot?.activeElement) element = element.shadowRoot.activeElement;
+    for (let part = element, up = 0; part && up < 4; part = part.parentElement, up += 1) {
+        const { outlineStyle, outlineWidth } = getComputedStyle(part);
+        if (outlineStyle === 'solid' && parseFloat(outlineWidth) >= 2) return '';
+    }
+    return element === document.body ? '' : element.outerHTML.slice(0, 200);
+}"""
+
+
+def test_every_focus_has_a_ring(visit: Callable[..., Page]):
+    page = visit("/explore")
+    without = []
+    for _ in range(36):
+        page.keyboard.press("Tab")
+        without.append(page.evaluate(RING))
+    assert [element for element in without if element] == []
+
+
+@pytest.mark.parametrize(
+    ("link", "reached"),
+    [("filter", ".st-key-scope"), ("table", ".explore tbody"), ("charts", ".explore section.histogram")],
+)
+def test_filter_table_and_charts_are_few_stops_away(visit: Callable[..., Page], link: str, reached: str):
+    """Space ticks the row."""
+    page = visit("/explore")
+    for _ in range(11):
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.innerText") == f"Skip to the {link}":
+            break
+    page.keyboard.press("Enter")
+    wanted = page.locator(reached).first
+    assert wanted.evaluate("element => element.contains(document.activeElement)")
+    if link == "table":
+        page.keyboard.press("Space")
+        page.wait_for_url("**tensor=**")
+
+
+@pytest.mark.parametrize("path", ["/explore", "/"])
+def test_a_page_that_is_zoomed_to_200_percent_fits(visit: Callable[..., Page], path: str):
+    """A window of 1280 pixels then has 640."""
+    page = visit()
+    page.set_viewport_size({"width": 640, "height": 800})
+    page.goto(page.url.split("?")[0].rstrip("/") + path)
+    settle(page)
+    assert page.evaluate("() => document.querySelector('[data-testid=stMain]').scrollWidth - innerWidth") <= 0
+    assert page.evaluate(CUT) == []
+    page.set_viewport_size({"width": 1280, "height": 1000})
+
+
 @pytest.mark.thorough
 def test_filter_table_and_chart_menu_without_a_mouse(visit: Callable[..., Page], app: str):
     page = visit("/explore")

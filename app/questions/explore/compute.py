@@ -155,6 +155,35 @@ def of_tensors(catalog: Catalog, chosen: pd.DataFrame, values: str, fmt: str) ->
     return Groups([d for d in groups if d.total], exact, tuple(notes), tuple(damaged))
 
 
+def in_formats(
+    catalog: Catalog, chosen: pd.DataFrame, formats: Sequence[str], values: str
+) -> tuple[Groups, dict[str, tuple[str, int]]]:
+    """(the chosen tensors as recorded and rounded to each format, as their own GEMMs round them and divided by the
+    standard deviations that they had before; of each rounded group, its format and the number of its tensor)."""
+    of_values = of_tensors(catalog, chosen, values, USED)
+    groups, notes, of = list(of_values.distributions), list(of_values.notes), dict[str, tuple[str, int]]()
+    labels = distinct_names(chosen, given_names(catalog))
+    for number, row in enumerate(chosen.to_dict("records")):
+        try:
+            x = catalog.load(row["tensor_id"])
+        except (CatalogError, TensorFileError):
+            notes.append(f"{labels[row['tensor_id']]} is not rounded: its values cannot be read.")
+            continue
+        recorded, axis = Recorded.of(row), row["contracted_axis"]
+        for name in formats:
+            spec = applied(Spec.of(name), row)
+            if reason := recorded.problem(spec):
+                notes.append(reason)
+                continue
+            result = subject(x, spec, -1 if pd.isna(axis) else int(axis), LIMIT, recorded).blocks.result
+            group = name if len(chosen) == 1 else f"{labels[row['tensor_id']]}, {name}"
+            d = distribution_of(group, result)
+            of[group] = name, number
+            groups.append(over(d, float(row["std"])) if values == SIGMA and row["std"] > 0 else d)
+    drawn = [d for d in groups if d.total]
+    return Groups(drawn, of_values.exact, tuple(dict.fromkeys(notes)), of_values.damaged), of
+
+
 def over(d: Distribution, divisor: float) -> Distribution:
     """The distribution of the values divided by a positive number."""
     return replace(d, low=d.low / divisor, high=d.high / divisor, mean=d.mean / divisor, std=d.std / divisor)
@@ -314,3 +343,14 @@ def lower_end(groups: list[Distribution]) -> tuple[float, float]:
     end = max(float(d.high.max()) for d in nonzero)
     low = math.floor(max(min(float(quantiles(d, np.array(TINY))) for d in nonzero), end - MOST_BINADES))
     return low, max(float(d.count[d.high <= low].sum() / d.count.sum()) for d in nonzero)
+
+
+def moments(opened: Catalog, where: Filter, chosen: pd.DataFrame, by: str) -> pd.DataFrame:
+    """`Catalog.moments` of the groups, or of each chosen tensor; `group` is its name."""
+    if chosen.empty:
+        frame = opened.moments(where, by)
+        names = labels_of(opened) if by == "run_id" else None
+        return frame.assign(group=frame["group"].map(partial(group_name, names=names)))
+    ids = chosen["tensor_id"].tolist()
+    frame = opened.moments(Filter(), "tensor_id", ids).set_index("group").loc[ids].reset_index()
+    return frame.assign(group=frame["group"].map(distinct_names(chosen, given_names(opened))))

@@ -21,9 +21,8 @@ function element(name, attributes = {}, ...children) {
 }
 
 const same = (a, b) => JSON.stringify(a) === JSON.stringify(b);
-// log₂ of the magnitude at which a bin begins, as edge() in distributions.py.
-const HALF = Math.log2(1.5);
-const edge = index => Math.floor(index / 2) + (index % 2 ? HALF : 0);
+// log₂ of the magnitude at which a bin begins. steps: of the bins of a binade.
+const edgeOf = (steps, index) => Math.floor(index / steps.length) + steps.at(index % steps.length);
 const table = columns => ({ columns, length: Object.values(columns)[0].length });
 
 class Explore {
@@ -236,18 +235,18 @@ class Explore {
 
     // What to draw now: what Python computed for these ticks, or what can be made of the curves at hand; null if neither.
     groups() {
-        const { drawn, rows, first, palette, laws, law } = this.data;
-        const { values, axis, by } = this.shown;
+        const { drawn, rows, first, palette, steps, laws, law } = this.data;
+        const { values, axis, by, rounded } = this.shown;
         if (drawn && same(drawn.ids, this.ticked) && same(drawn.shown, this.shown) && drawn.law === law) return drawn;
         const ids = this.ticked.length ? this.ticked : by === 'tensor' ? rows.id.slice(0, first) : null;
-        if (!ids || axis !== 'log2' || !(values in { raw: 0, sigma: 0 }) || !(law in laws)) return null;
+        if (!ids || rounded !== 'no' || axis !== 'log2' || !(values in { raw: 0, sigma: 0 }) || !(law in laws)) return null;
         if (!this.ask(ids, 0)) return null;
         const groups = ids.map((id, index) => {
             const curve = this.curves[id], at = this.order.get(id);
             const name = at === undefined ? id : rows.name[at] + (rows.of[at] ? ` · ${rows.of[at]}` : '');
             return { ...curve, ...curve.bins[values], name, color: palette[index % palette.length], dash: [1, 0] };
         });
-        const below = Math.max(...groups.map(group => edge(group.first + group.shares.length))) - 32;
+        const below = Math.max(...groups.map(group => edgeOf(steps, group.first + group.shares.length))) - 32;
         return { groups, below, caption: drawn?.caption, axis: values === 'raw' ? '|value|' : '|value| / σ of its tensor', against: laws[law] };
     }
 
@@ -274,11 +273,11 @@ class Explore {
             return;
         }
         const { groups, against } = drawn;
-        legend.replaceChildren(...groups.map(({ name, color }) => this.entry(name, color)));
+        legend.replaceChildren(...groups.map(({ name, color, dash }) => this.entry(name, color, dash)));
         const linear = this.shown.axis === 'linear';
         const line = { group: [], low: [], share: [], color: [], dash: [] }, point = { group: [], theoretical: [], sample: [], share: [], color: [], dash: [] };
         for (const { name, color, dash, first, low, step, shares, x, y, below } of groups) {
-            const place = linear ? index => low + index * step : index => edge(first + index);
+            const place = linear ? index => low + index * step : index => edgeOf(this.data.steps, first + index);
             for (let index = 0; index <= shares.length && shares.length; index += 1) {
                 if (!linear && place(index) < drawn.below) continue;
                 for (const [key, value] of [['group', name], ['low', place(index)], ['share', shares[index] ?? 0], ['color', color], ['dash', dash]]) line[key].push(value);
@@ -304,8 +303,11 @@ class Explore {
     }
 
     // Of tensors the legend names the lines; a group is a button that keeps it alone.
-    entry(name, color) {
-        const inside = [element('i', { style: `background:${color}` }), name], { by } = this.shown;
+    entry(name, color, dash) {
+        const ends = dash.map((_, index) => dash.slice(0, index + 1).reduce((a, b) => a + b));
+        const stops = ends.map((end, index) => `${index % 2 ? 'transparent' : color} ${end - dash[index]}px ${end}px`);
+        const line = element('i', { style: `background:repeating-linear-gradient(90deg, ${stops})` });
+        const inside = [line, name], { by } = this.shown;
         if (this.ticked.length || by === 'tensor') return element('span', { role: 'listitem' }, ...inside);
         const only = element('button', { type: 'button', class: 'link', title: 'Filter to this', onclick: () => this.tell('set', ['only', name]) }, ...inside);
         return element('span', { role: 'listitem' }, only);

@@ -29,6 +29,7 @@ from binade.app.questions.explore.compute import RAW, SIGMA, over
 from binade.app.questions.explore.curves import Curve
 from binade.app.questions.explore.quantile_plots import against_law
 from binade.app.questions.explore.question import (
+    AS_RECORDED,
     AXIS_OF,
     DRAWN,
     EXPLORE,
@@ -39,9 +40,10 @@ from binade.app.questions.explore.question import (
     Drawing,
 )
 from binade.app.questions.map.standing_out import FAR
-from binade.app.questions.shared.distributions import distributions
+from binade.app.questions.shared.distributions import STEPS, distributions
 from binade.app.questions.shared.laws import LAWS
 from binade.app.questions.shared.operands import MOST_LISTED, operand
+from binade.app.questions.shared.runs import FIELDS_OF_RUNS
 from binade.app.questions.shared.scope import Scope
 from binade.app.questions.shared.selection import Board
 from binade.app.sessions import open_session
@@ -110,8 +112,7 @@ class _Page:
         for problem in drawing.problems:
             st.caption(problem)
         for text in question.texts(self.board, drawing):
-            if text.text != drawing.said:  # the component says it beneath the plot
-                layout.show_text(text)
+            layout.show_text(text)
         statistics = st.expander("Statistics over the finite values", key="explore_statistics", on_change=lambda: None)
         if st.session_state.get("explore_statistics"):
             with statistics:
@@ -160,7 +161,7 @@ class _Page:
 
     @property
     def _shown(self) -> dict[str, Any]:
-        return {name: self.values[name] for name in ("values", "axis", "by")}
+        return {name: self.values[name] for name in ("values", "axis", "by", "rounded")}
 
     def _data(self, ranked: pd.DataFrame) -> dict[str, Any]:
         """The rows of the table, the charts' specifications, and the dots of the formats."""
@@ -192,6 +193,7 @@ class _Page:
             "most": MAX_SELECTED,
             "first": DRAWN,
             "palette": style.PALETTE,
+            "steps": STEPS,
             "laws": LAW_NAMES,
             "plots": _plots(),
         }
@@ -215,7 +217,7 @@ class _Page:
         ids = list(self.values["tensor"])[:MAX_SELECTED]
         law = self.values["law"] or LAWS[0]
         # The curve of a tensor, unless its bins depend on what else is drawn, is sent once.
-        alone = bins is None and len(drawing.chosen) == len(names)
+        alone = bins is None and len(drawing.chosen) == len(names) and self.values["rounded"] == AS_RECORDED
         tensors = drawing.chosen["tensor_id"].tolist() if alone else [""] * len(names)
         sent: set[str] = st.session_state["explore_curves"]
         groups = []
@@ -298,9 +300,8 @@ class _Page:
 
     def _in_all_runs(self) -> None:
         rows = self.opened.rows_of(list(self.values["tensor"]))
-        every = self.opened.runs()["run_id"].tolist()
         kept = {name: [*dict.fromkeys(rows[name].dropna().tolist())] or None for name in PLACE}
-        address.change(**kept, run_id=every if len(every) > 1 else None, tensor=None, delta=None, by="run_id")
+        address.change(**kept, **dict.fromkeys(FIELDS_OF_RUNS), tensor=None, delta=None, after=None, by="run_id")
 
 
 @cache

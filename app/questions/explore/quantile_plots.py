@@ -8,7 +8,7 @@ plot in their units reaches 10¹⁴.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,7 +21,6 @@ from binade.app.questions.shared.laws import Fit, fit, nonzero
 GRID = np.linspace(-5, 5, 81)  # where a plot has points, in quantiles of a normal law
 BODY = (0.05, 0.95)  # quantiles between which a Q–Q plot shows the body of a distribution
 LIMIT = 12.0  # the largest magnitude that a plot shows; how many values lie beyond is said
-NAMED = 2  # groups that the line below a plot names
 HEAVIER, LIGHTER, AS_LONG = "heavier", "lighter", "as long"
 
 
@@ -122,14 +121,3 @@ def points_of(plots: Sequence[Quantiles]) -> pd.DataFrame:
     columns = ["group", "theoretical", "sample", "share"]
     tables = [pd.DataFrame({name: getattr(each, name) for name in columns}) for each in plots if len(each.share)]
     return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=columns)
-
-
-def said(tails: Mapping[str, str], law: str) -> str:
-    """What a Q–Q plot against a law says, in one line. tails: those of each group."""
-    parts = []
-    for kind in (HEAVIER, LIGHTER):
-        groups = [group for group, of in tails.items() if of == kind]
-        if groups:
-            more = f" and {len(groups) - NAMED} more" if len(groups) > NAMED else ""
-            parts.append(f"{kind}: {', '.join(groups[:NAMED])}{more}")
-    return f"Tails against {law}: {'; '.join(parts)}." if parts else ""

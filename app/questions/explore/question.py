@@ -19,24 +19,23 @@ from binade.app.params import TITLES, Known, One, Range, Whole, in_format, known
 from binade.app.questions.explore import charts, compute
 from binade.app.questions.explore.compute import RAW, SCALE, SIGMA, Groups
 from binade.app.questions.explore.curves import Curve, bins_of
-from binade.app.questions.explore.quantile_plots import LIMIT, Quantiles, against_law, against_other, points_of, said
+from binade.app.questions.explore.quantile_plots import LIMIT, Quantiles, against_law, against_other, points_of
 from binade.app.questions.question import Question
 from binade.app.questions.shared import distribution_charts
 from binade.app.questions.shared import distributions as shared
 from binade.app.questions.shared.distributions import Distribution
 from binade.app.questions.shared.families import differences
-from binade.app.questions.shared.labels import group_name
 from binade.app.questions.shared.laws import LAWS
 from binade.app.questions.shared.operands import MOST_LISTED, ranked_tensors
 from binade.app.questions.shared.runs import every_run, given_names, labels_of, run_looks
 from binade.app.questions.shared.scope import Scope, scoped
 from binade.app.questions.shared.selection import Board, Of
 from binade.data.catalog import Catalog
-from binade.data.evidence import SHARE
+from binade.data.evidence import SHARE, listed
 from binade.data.filter import FIELDS, INTEGER_FIELDS, Filter
 from binade.data.names import distinct_names, short_names
 from binade.data.text import counted, one_line
-from binade.quant.specs import Spec
+from binade.quant.specs import Spec, known_specs
 
 MAX_SELECTED = style.MAX_GROUPS
 DRAWN = 3  # tensors that are drawn if none is chosen
@@ -55,6 +54,12 @@ OF_VALUES = Control(
     help="÷ σ: each tensor is divided by its own standard deviation. ÷ block scale: by the scales of its blocks",
 )  # fmt: skip
 AXIS = Control(name="axis", label="Axis", param=AXIS_OF, titles=AXES)
+AS_RECORDED, IN_FORMATS = "no", "formats"
+ROUNDED = Control(
+    name="rounded", label="Rounded", param=One((AS_RECORDED, IN_FORMATS)), widget="list",
+    titles={AS_RECORDED: "no", IN_FORMATS: "formats"},
+    help="Formats: the ticked tensors, or the first one, beside what each scored format rounds them to",
+)  # fmt: skip
 PANELS = tuple(
     Control(name=name, label=name.capitalize(), param=One((NONE, *BY_FIELD)), titles=TITLED, widget="list")
     for name in ("rows", "columns")
@@ -103,7 +108,7 @@ def _controls(board: Board, values: Mapping[str, Any]) -> list[Control]:
     by = BY
     if values["tensor"]:
         by = replace(BY, disabled=True, help="Each ticked tensor is drawn. Clear the ticks to compare groups")
-    return [by, OF_VALUES, AXIS, law, *PANELS]
+    return [by, OF_VALUES, AXIS, law, ROUNDED, *PANELS]
 
 
 @dataclass(frozen=True)
@@ -138,11 +143,6 @@ class Drawing:
     def by_name(self) -> str:
         return TITLED[self.by].lower()
 
-    @property
-    def said(self) -> str:
-        """What the Q–Q plot says, in a line."""
-        return said({curve.group: curve.quantiles.tails for curve in self.curves}, self.law)
-
 
 def drawing(board: Board, values: Mapping[str, Any], ranked: pd.DataFrame) -> Drawing:
     """What is drawn of the ticked tensors; without ticks, of the groups that the values are compared by, or of the
@@ -150,9 +150,14 @@ def drawing(board: Board, values: Mapping[str, Any], ranked: pd.DataFrame) -> Dr
     opened, law = board.opened, values["law"] or LAWS[0]
     chosen = opened.rows_of(list(values["tensor"])[:MAX_SELECTED])
     if chosen.empty and values["by"] == TENSOR:
-        chosen = opened.rows_of(ranked["tensor_id"].head(DRAWN).tolist())
-    groups, left = _groups(board, values, chosen, ranked)
+        drawn = DRAWN if values["rounded"] == AS_RECORDED else 1
+        chosen = opened.rows_of(ranked["tensor_id"].head(drawn).tolist())
     by = TENSOR if len(chosen) else values["by"]
+    looks = run_looks(every_run(opened)) if by == "run_id" else None
+    if len(chosen) and values["rounded"] == IN_FORMATS:
+        groups, left, looks = _in_formats(board, values, chosen)
+    else:
+        groups, left = _groups(board, values, chosen, ranked)
     found = groups.distributions
     if law in LAWS:
         against = LAW_NAMES[law]
@@ -161,7 +166,6 @@ def drawing(board: Board, values: Mapping[str, Any], ranked: pd.DataFrame) -> Dr
         against = f"run {labels_of(opened)[law]}"
         others = _others(board, values, by, chosen, law)
         plots = [against_other(d, others.get(d.group), against) for d in found]
-    looks = run_looks(every_run(opened)) if by == "run_id" else None
     exact = "exact" if groups.exact == len(found) else "partly from sketches" if groups.exact else "from sketches"
     curves = tuple(Curve(d, plot) for d, plot in zip(found, plots, strict=True))
     problems = [f"No Q–Q plot of {each.group}: {each.problem}." for each in plots if each.problem]
@@ -200,7 +204,7 @@ def used(board: Board, ranked: pd.DataFrame) -> Scope:
 def texts(board: Board, drawn: Drawing) -> list[Text]:
     """What is said below the charts."""
     ids = drawn.chosen["tensor_id"].tolist() if len(drawn.chosen) else None
-    found = [Text(text) for text in (drawn.said, left_out(board.opened, board.where, ids), *drawn.notes) if text]
+    found = [Text(text) for text in (left_out(board.opened, board.where, ids), *drawn.notes) if text]
     if drawn.damaged:
         reasons = tuple(f"{label}: {one_line(reason)}" for label, reason in drawn.damaged)
         found.append(
@@ -211,7 +215,7 @@ def texts(board: Board, drawn: Drawing) -> list[Text]:
 
 def statistics(board: Board, drawn: Drawing) -> Table:
     """Statistics of the values, and what the Q–Q plot says in numbers."""
-    frame = moments(board.opened, board.where, drawn.chosen, drawn.by)
+    frame = compute.moments(board.opened, board.where, drawn.chosen, drawn.by)
     plots = {curve.group: curve.quantiles for curve in drawn.curves}
     rows = [plots.get(group) for group in frame["group"].map(str)]
     frame = frame.assign(
@@ -273,6 +277,26 @@ def _groups(
         least = sorted(d.total for d in groups)[-MAX_SELECTED]
         groups = [d for d in groups if d.total >= least][:MAX_SELECTED]
     return Groups(groups, notes=notes), left
+
+
+def _in_formats(
+    board: Board, values: Mapping[str, Any], chosen: pd.DataFrame
+) -> tuple[Groups, list[str], dict[str, tuple[str, int]]]:
+    """(the chosen tensors in each format, what is left out, how each is drawn): a format in its own color, a tensor in
+    its own dash."""
+    if values["values"] == SCALE:
+        return Groups([], notes=("Rounded values are drawn raw or ÷ σ.",)), [], {}
+    every = known_specs(board.opened.scored_formats(board.where))
+    formats = every[: max(1, MAX_SELECTED // len(chosen) - 1)]
+    groups, of = compute.in_formats(board.opened, chosen, formats, values["values"])
+    recorded = [d.group for d in groups.distributions if d.group not in of]
+    looks = {name: (style.GREY, number) for number, name in enumerate(recorded)}
+    dashes = dict(zip(formats, style.styles(formats)[1], strict=True))
+    for name, (fmt, number) in of.items():
+        looks[name] = style.color_of_spec(fmt), number + dashes[fmt]
+    looks = {name: (color, dash % len(style.DASHES)) for name, (color, dash) in looks.items()}
+    left = [f"{len(formats)} of {len(every)} formats are drawn: tick fewer tensors for more."]
+    return groups, left if len(formats) < len(every) else [], looks
 
 
 def _ids(values: Mapping[str, Any], ranked: pd.DataFrame) -> list[str] | None:
@@ -445,22 +469,7 @@ def left_out(opened: Catalog, where: Filter, ids: list[str] | None) -> str:
     if row["zeros"]:
         share = row["zeros"] / row["numel"]
         odd.insert(0, f"{SHARE.quantity(share)} zeros" if share >= 1e-4 else f"{int(row['zeros']):,} zeros")
-    return f"Not drawn: {one_of(odd)}." if odd else ""
-
-
-def one_of(texts: list[str]) -> str:
-    return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} and {texts[-1]}"
-
-
-def moments(opened: Catalog, where: Filter, chosen: pd.DataFrame, by: str) -> pd.DataFrame:
-    """`Catalog.moments` of the groups, or of each chosen tensor; `group` is its name."""
-    if chosen.empty:
-        frame = opened.moments(where, by)
-        names = labels_of(opened) if by == "run_id" else None
-        return frame.assign(group=frame["group"].map(partial(group_name, names=names)))
-    ids = chosen["tensor_id"].tolist()
-    frame = opened.moments(Filter(), "tensor_id", ids).set_index("group").loc[ids].reset_index()
-    return frame.assign(group=frame["group"].map(distinct_names(chosen, given_names(opened))))
+    return f"Not drawn: {listed(odd)}." if odd else ""
 
 
 EXPLORE = Question(
@@ -472,7 +481,7 @@ EXPLORE = Question(
     view="explore",
     draw=draw,
     of=Of.BOARD,
-    controls=(BY, OF_VALUES, AXIS, LAW, *PANELS),
+    controls=(BY, OF_VALUES, AXIS, LAW, ROUNDED, *PANELS),
     takes={
         "tensor": partial(known_tensor, several=True),
         "delta": lambda opened: Range(),

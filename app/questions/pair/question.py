@@ -16,7 +16,7 @@ from binade.app.questions.pair.compute import Between
 from binade.app.questions.question import Question
 from binade.app.questions.shared import distribution_charts, distributions, laws
 from binade.app.questions.shared.distributions import Distribution
-from binade.app.questions.shared.runs import given_names
+from binade.app.questions.shared.runs import FIELDS_OF_RUNS, given_names
 from binade.app.questions.shared.selection import Of, SelectedTensor, listed
 from binade.app.questions.why.charts import rows_by_columns
 from binade.app.questions.why.compute import rows_by_channels, taken
@@ -33,7 +33,6 @@ NONE = (
     "No other run, iteration or layer has this tensor with its values on disk. Choose a tensor to compare this one "
     "with."
 )
-OF_RUNS = ("run_id", "model", "size", "dataset", "recipe", "quant_type", "iteration")  # any of these may differ
 OTHER = Control(name="other", label="Compare with", param=known_tensor, widget="list", placeholder="choose a tensor")
 RELATIVE = Measure("relative", "Relative difference", "%", "‖a − b‖ / ‖a‖")
 CHANGE = "The other’s value over this tensor’s; of values with a unit, their difference"
@@ -44,7 +43,7 @@ COSINE = Measure("cosine", "Cosine", format=".6f")
 
 def _controls(selected: SelectedTensor, values: dict[str, Any]) -> list[Control]:
     tensor_id, other = selected.row["tensor_id"], values["other"]
-    labels = listed(selected.opened, selected.where.without(*OF_RUNS), other or tensor_id)
+    labels = listed(selected.opened, selected.where.without(*FIELDS_OF_RUNS), other or tensor_id)
     titles: dict[Any, str] = {name: label for name, label in labels.items() if name == other or name != tensor_id}
     if other is None:
         titles = {None: "none", **titles}

@@ -209,14 +209,15 @@ def _shares(d: Distribution, edges: np.ndarray) -> np.ndarray:
 
 
 # Where a binade is divided: a bin of a sketch ends there, so that counts of raw values are exact.
-HALF = math.log2(1.5)
+STEPS = 0.0, math.log2(1.5)
+HALF = STEPS[1]
 MOST_BINS = 2400  # of a histogram; whole binades where halves would be more
 
 
 def edge(index: np.ndarray) -> np.ndarray:
     """log₂ of the magnitude at which the bin of this number begins: two bins per binade, 1 to 1.5 and 1.5 to 2."""
     whole, half = np.divmod(index, 2)
-    return np.asarray(whole + half * HALF)
+    return np.asarray(whole + np.array(STEPS)[np.asarray(half, int)])
 
 
 def half_binades(low: np.ndarray, high: np.ndarray, count: np.ndarray) -> tuple[int, np.ndarray]:

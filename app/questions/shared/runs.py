@@ -16,6 +16,9 @@ from binade.data.filter import Filter
 from binade.data.run_table import OF_MODEL, compared_to_any, references_in, run_labels, runs_with_references
 from binade.quant.formats import BF16
 
+# What may differ between two recordings of the same tensor.
+FIELDS_OF_RUNS = ("run_id", "model", "size", "dataset", "recipe", "quant_type", "iteration")
+
 
 def every_run(opened: Catalog) -> pd.DataFrame:
     """`runs_with_references` of all runs, which all sessions share, and the column look: the color and dash of a run
