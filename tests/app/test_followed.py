@@ -190,7 +190,7 @@ def test_gradients_are_colored_from_the_square_root_of_3():
     shades = charts.shade(values, GRADIENT_TO_NOISE, False)
     assert shades[:3].tolist() == pytest.approx([1, 0, -1]) and np.isnan(shades[3])
     ends = charts.legend(GRADIENT_TO_NOISE, GRADIENT_TO_NOISE.measure, values, False)
-    assert ends == {"good": "6", "bad": "0.5", "difference": True}
+    assert ends == {"low": "0.5", "high": "6", "bad_is_low": True, "difference": True}
 
 
 def test_the_interval_of_weights_that_were_put_at_the_edge_of_a_bin_leaves_out_0(tmp_path: Path):

@@ -162,7 +162,7 @@ class TestExplore:
         at = visit(collected, quant_type=["mxfp8", "mxfp4"], layer_index="2", axis="linear", by="module")
         assert chips(at) == ["Layer: 2", "Quant type: mxfp8, mxfp4"]
         data = explore(at)
-        assert data["shown"] == {"values": "sigma", "axis": "linear", "by": "module"}
+        assert data["shown"] == {"values": "sigma", "axis": "linear", "by": "module", "rounded": "no"}
         assert all(name.startswith("L2 ") for name in data["rows"]["name"])
         assert set(drawn_groups(at)) == {"qkv", "core", "proj", "fc1", "fc2"}
         assert not at.warning

@@ -47,8 +47,8 @@ SCROLLED = """scroller => new Promise(done => {
     else { scroller.scrollTop = 0; scroller.scrollLeft += Math.min(scroller.clientWidth / 3, 80); }
     requestAnimationFrame(() => requestAnimationFrame(() => done(true)));
 })"""
-# Parts of pages with tables of statistics, bars, runs, and channels.
-PARTS = ("tensor-pair", "tensor-blocks", "runs-recipes", "map-channels")
+# Parts of pages with tables of statistics, bars, recipes, and runs.
+PARTS = ("tensor-pair", "tensor-blocks", "runs-recipes", "runs-table")
 
 
 def cells(page: Page) -> list[dict[str, Any]]:

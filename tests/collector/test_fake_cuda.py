@@ -11,7 +11,6 @@ from itertools import chain
 import pytest
 import torch
 
-from binade.collector.training.memory import change_bytes
 from tests.conftest import PROJECT, run_python
 
 WAITS = {"item", "tolist", "cpu", "nonzero", "is_nonzero", "synchronize"}
@@ -91,8 +90,6 @@ def test_a_recorded_layer_takes_few_launches_one_copy_and_little_memory():
     assert defaults["launches"] <= attached["launches"] + 19
     assert defaults["copies"] == everything["copies"] == attached["copies"] + 1
     assert defaults["peak MB"] <= 1.01 * bare["peak MB"]  # of which operands are the most
-    estimated = change_bytes(4096 * 4096, "cuda") / 1e6
-    assert estimated / 1.6 <= everything["peak MB"] - bare["peak MB"] <= estimated
 
 
 @pytest.mark.thorough

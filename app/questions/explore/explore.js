@@ -57,9 +57,8 @@ class Explore {
             return;
         }
         const isNew = data.key !== this.key || data.rows;
-        if (data.law !== this.law) this.curves = {};
-        this.law = data.law;
-        if (data.key !== this.key) Object.assign(this, { key: data.key, curves: {}, asked: new Set() });
+        if (data.key !== this.key || data.law !== this.law) Object.assign(this, { curves: {}, asked: new Set() });
+        Object.assign(this, { key: data.key, law: data.law });
         if (data.rows) this.exact = {};
         if (data.drawn) this.data.drawn = { ...data.drawn, groups: data.drawn.groups.map(group => this.kept(group)) };
         Object.assign(this.curves, data.curves ?? {});
@@ -71,6 +70,7 @@ class Explore {
         this.drawTicks();
         this.draw();
         if (!data.panels && isNew) this.drawFormats();
+        if (data.curves && !isNew) this.ask(this.inView, 400); // the next piece
     }
 
     // A curve that Python has sent before comes by its kind alone.
@@ -158,7 +158,8 @@ class Explore {
         }
         this.body.replaceChildren(gap(first * ROW), ...lines, gap((count - last) * ROW));
         if (focused) this.body.querySelector(`[data-index="${this.at}"]`)?.focus({ preventScroll: true });
-        this.ask(rows.id.slice(first, last), 400);
+        this.inView = rows.id.slice(first, last);
+        this.ask(this.inView, 400);
     }
 
     onKey(event) {
@@ -255,7 +256,7 @@ class Explore {
         if (!(this.data.law in this.data.laws)) return false;
         const missing = ids.filter(id => !(id in this.curves));
         if (!missing.length) return true;
-        const wanted = missing.filter(id => !this.asked.has(id));
+        const wanted = missing.filter(id => !this.asked.has(id)).slice(0, this.data.piece);
         if (wanted.length) {
             clearTimeout(this.asking);
             this.asking = setTimeout(() => { wanted.forEach(id => this.asked.add(id)); this.tell('needs', wanted); }, pause);

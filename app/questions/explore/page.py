@@ -176,7 +176,7 @@ class _Page:
             "rows": {
                 "id": frame["tensor_id"].tolist(),
                 "name": parts.str[0].tolist(),
-                "of": parts.str[1].fillna("").tolist(),
+                "of": parts.str[1].astype(object).fillna("").tolist(),
                 "gemm": frame["gemm"].fillna("").tolist(),
                 "sqnr": [_decibels(value) for value in frame["sqnr_db"].where(finite.notna())],
                 "delta": [_decibels(value, signed=True) for value in finite],
@@ -191,6 +191,7 @@ class _Page:
                 after + MOST_LISTED if len(frame) == MOST_LISTED else None,
             ],
             "most": MAX_SELECTED,
+            "piece": PIECE,
             "first": DRAWN,
             "palette": style.PALETTE,
             "steps": STEPS,

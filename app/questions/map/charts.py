@@ -82,15 +82,15 @@ def _heat(
     key = legend(color, measure, values, difference)
     ends = [-1 if key["difference"] else 0, 1]
     colors = style.DIVERGING if key["difference"] else HEAT
-    if measure.low_is_bad:  # from the lowest value to the highest
-        shown, colors = shown.assign(shade=sum(ends) - shown["shade"]), colors[::-1]
+    shown = shown.assign(place=sum(ends) - shown["shade"] if measure.low_is_bad else shown["shade"])  # lowest first
+    colors = colors[::-1] if measure.low_is_bad else colors
     text = f"datum.value > {ends[0]} ? {json.dumps(key['high'])} : {json.dumps(key['low'])}"
     look = {"title": measure.axis, "values": ends, "labelExpr": text, "gradientLength": 150}
     word = "layer" if across == "layer_index" else "iteration"
     cells = plot.mark(
         "rect", shown, stroke="#ffffff", strokeWidth=0.6, x=plot.ordinal(across, word, ticks=False),
         y=plot.names("operand", names, 200, {"labelOverlap": False, "labelFontSize": 11}),
-        color=plot.ramp("shade", look, domain=ends, range=colors),
+        color=plot.ramp("place", look, domain=ends, range=colors),
         tips={"operand": color.of, across: word, "label": measure.axis, "tensors": ("tensors", ",")},
     )  # fmt: skip
     size: plot.Look = {"width": max(260, min(520, CELL * len(columns))), "height": ROW * len(names)}

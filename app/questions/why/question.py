@@ -245,9 +245,10 @@ def _codebook(
     brush = "" if selected.spec.hadamard else "range"
     if brush:
         chart = chart.add_params(drag())
-    bars = "Bars: share of {of}, at most {most} per binade. Grey: of all values."
-    areas = "Areas: share of the squared error. Grey: share of all values, at most {most} per binade."
-    drawn_as = say(bars if only else areas, of=of, most=exact(SHARE, float(table["share"].max())))
+    text = "Areas: share of the squared error. Grey: share of all values, at most {most} per binade."
+    if only:
+        text = "Bars: share of {of}, at most {most} per binade. Grey: of all values."
+    drawn_as = say(text, of=of, most=exact(SHARE, float(table["share"].max())))
     about = f"{about_format(selected.spec)}. Ticks beneath: its codes."
     return Figure(
         "codebook", chart, drawn, caption, note=together(about, drawn_as, zero, cut), height=400,
