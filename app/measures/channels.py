@@ -110,6 +110,8 @@ def _nothing(opened: Catalog, where: Filter, fmt: str) -> str:
             "The filter selects no tensor whose hot channels were recorded: choose a run recorded with “trace” under "
             "Also measured (--measures trace), and tensors that have channels (attention maps have none)."
         )
+    if where.iteration:
+        return "The filter selects one iteration: clear it to see whether hot channels persist."
     one = ", ".join(str(int(iteration)) for iteration in hot["iteration"].unique()[:3])
     return f"Hot channels were recorded in one iteration, {one}: record at least two to see whether they persist."
 

@@ -59,7 +59,7 @@ class MapMeasure:
     of_format  whether it depends on the format; as_used: whether that can be the format of each GEMM
     across     what the columns can be; not_across: why they cannot be the other
     history    whether it compares iterations, so that all of a run are read even if the columns are layers
-    several    what a cell shows of several tensors
+    several    what a cell shows of several tensors; "" if it is a mean over sequences
     interval   what low and high are, if they are known for a single tensor too; "" for percentiles of several tensors
     neutral    the value that has no color: colors go from better to worse than it. None: from best to worst
     ends       the values of no and of full color; None: those of the cells
@@ -82,3 +82,14 @@ class MapMeasure:
     neutral: float | None = None
     ends: tuple[float, float] | None = None
     extra: Callable[[CellQuery, pd.Series | None], Figure | Table | Text | None] | None = None
+
+    def summary(self, count: int) -> str:
+        """What a cell shows of so many tensors or sequences, in words; "" for one."""
+        if count < 2:
+            return ""
+        return f"of {count:,} tensors, {self.several}" if self.several else f"mean of {count:,} sequences"
+
+    @property
+    def between(self) -> str:
+        """What low and high of a cell are, in words."""
+        return self.interval or "10th to 90th percentile"

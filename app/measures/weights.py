@@ -153,6 +153,8 @@ def places(query: CellQuery, cell: pd.Series | None) -> Table | None:
 
 def _nothing(opened: Catalog, where: Filter, fmt: str) -> str:
     iterations = opened.sampled_weights(where)["iteration"].nunique()
+    if iterations and where.iteration:
+        return f"To tell whether weights oscillate takes {LEAST} iterations of a run: clear the iteration."
     if iterations:
         return (
             f"To tell whether weights oscillate, at least {LEAST} recorded iterations of a run are needed, and the "

@@ -20,6 +20,7 @@ from binade.app.questions.explore import charts, compute
 from binade.app.questions.explore.curves import Curve, edge
 from binade.app.questions.explore.quantile_plots import against_law, points_of
 from binade.app.questions.explore.question import BY_FIELD
+from binade.app.questions.explore.rounded import in_formats
 from binade.app.questions.shared.distributions import distribution_of, distributions
 from binade.app.questions.shared.operands import ranked_tensors
 from binade.app.view import View
@@ -205,7 +206,7 @@ def test_a_tensor_in_each_format_lies_on_the_grid_of_each(catalog: Catalog):
     """OCP Microscaling: over a power of two, values of E2M1 have one bit of mantissa, those of E4M3 three."""
     (tensor,) = catalog.tensors(newest(catalog, tensor_name=["weight"]))["tensor_id"].tolist()[:1]
     chosen = catalog.rows_of([tensor])
-    groups, formats = compute.in_formats(catalog, chosen, ["mxfp4", "mxfp8"], "raw")
+    groups, formats = in_formats(catalog, chosen, ["mxfp4", "mxfp8"], "raw")
     recorded, *rounded = groups.distributions
     (values,) = loaded(catalog, [tensor])
     np.testing.assert_array_equal(recorded.low, np.unique(values))
@@ -215,6 +216,27 @@ def test_a_tensor_in_each_format_lies_on_the_grid_of_each(catalog: Catalog):
         assert d.total == values.size and (mantissas == mantissas.round()).all()
     shown = drawn(catalog, tensor=[tensor], rounded="formats").get("histogram").table["group"]
     assert {"mxfp4", "mxfp8"} < {*shown}
+
+
+def test_a_caption_counts_tensors_and_says_what_cannot_be_rounded(catalog: Catalog):
+    tensor = catalog.tensors(Filter(module=["fc1"], tensor_name=["input"])).iloc[0]["tensor_id"]
+    answer = drawn(catalog, tensor=[tensor], rounded="formats")
+    assert len(answer.get("histogram").table["group"].unique()) > 2
+    assert "1 tensor," in answer.get("histogram").caption and "(exact)" in answer.get("histogram").caption
+    (other,) = catalog.tensors(Filter(recipe=["mxfp8"])).head(1)["run_id"]
+    against = drawn(catalog, tensor=[tensor], rounded="formats", law=other)
+    assert not any("No Q–Q plot" in problem for problem in against.problems)
+    scaled = drawn(catalog, tensor=[tensor], rounded="formats", values="scale")
+    assert scaled.problems == ("Rounded values are drawn raw or ÷ σ.",)
+
+
+def test_a_map_of_attention_is_not_rounded(catalog: Catalog):
+    """Its file also has the pairs that the softmax does not see."""
+    rows = catalog.tensors(Filter(tensor_name=["attention_probs"]))
+    masked = catalog.rows_of(rows["tensor_id"].tolist()).dropna(subset=["pairs_left_out"])
+    groups, of = in_formats(catalog, masked.head(1), ["mxfp4"], "raw")
+    assert not of and len(groups.distributions) == 1
+    assert any("pairs that the softmax does not see" in note for note in groups.notes)
 
 
 def test_the_same_tensor_in_another_run(catalog: Catalog):

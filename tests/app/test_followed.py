@@ -226,9 +226,9 @@ def test_replicas_of_a_weight_are_one_sample(tmp_path: Path):
 
 def test_what_is_missing_is_said(opened: Catalog):
     found = drawn(opened, "channels", iteration=(2,))
-    assert not found.items and not found.verdict and "in one iteration, 2: record at least two" in found.problems[0]
+    assert not found.items and not found.verdict and "The filter selects one iteration" in found.problems[0]
     found = of_measure(opened, "oscillating", iteration=(2, 3))
-    assert not found.items and not found.verdict and "at least 3 recorded iterations" in found.problems[0]
+    assert not found.items and not found.verdict and "takes 3 iterations of a run" in found.problems[0]
     for metric in ("oscillating", "gradient_to_noise"):
         found = of_measure(opened, metric, tensor_name=("input",))
         assert not found.items and not found.verdict and len(found.problems) == 1

@@ -116,12 +116,19 @@ def test_every_focus_has_a_ring(visit: Callable[..., Page]):
 
 
 @pytest.mark.parametrize(
-    ("link", "reached"),
-    [("filter", ".st-key-scope"), ("table", ".explore tbody"), ("charts", ".explore section.histogram")],
+    ("path", "link", "reached"),
+    [
+        ("/explore", "filter", ".st-key-scope"),
+        ("/explore", "table", ".explore tbody"),
+        ("/explore", "charts", ".explore section.histogram"),
+        ("/", "filter", ".st-key-scope"),
+        ("/", "table", "[class*=st-key-map]"),
+        ("/", "charts", "[class*=st-key-map]"),
+    ],
 )
-def test_filter_table_and_charts_are_few_stops_away(visit: Callable[..., Page], link: str, reached: str):
+def test_filter_table_and_charts_are_few_stops_away(visit: Callable[..., Page], path: str, link: str, reached: str):
     """Space ticks the row."""
-    page = visit("/explore")
+    page = visit(path)
     for _ in range(11):
         page.keyboard.press("Tab")
         if page.evaluate("document.activeElement.innerText") == f"Skip to the {link}":
@@ -129,7 +136,7 @@ def test_filter_table_and_charts_are_few_stops_away(visit: Callable[..., Page], 
     page.keyboard.press("Enter")
     wanted = page.locator(reached).first
     assert wanted.evaluate("element => element.contains(document.activeElement)")
-    if link == "table":
+    if link == "table" and path == "/explore":
         page.keyboard.press("Space")
         page.wait_for_url("**tensor=**")
 

@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 import torch
 
+from binade.app.budget import BudgetError
 from binade.app.questions.shared.distributions import (
     Distribution,
     Pool,
@@ -129,7 +130,10 @@ def of_tensors(catalog: Catalog, chosen: pd.DataFrame, values: str, fmt: str) ->
     for row in chosen.to_dict("records"):
         label = labels[row["tensor_id"]]
         if values == SCALE:
-            scaled = _over_scales(catalog, label, [row], fmt, LIMIT)
+            try:
+                scaled = _over_scales(catalog, label, [row], fmt, LIMIT)
+            except BudgetError as error:
+                scaled = f"{label}: {error}"
             groups += [scaled] if isinstance(scaled, Distribution) else []
             notes += [scaled] if isinstance(scaled, str) else []
             continue
@@ -153,35 +157,6 @@ def of_tensors(catalog: Catalog, chosen: pd.DataFrame, values: str, fmt: str) ->
             over(distribution, distribution.std) if values == SIGMA and distribution.std > 0 else distribution
         )
     return Groups([d for d in groups if d.total], exact, tuple(notes), tuple(damaged))
-
-
-def in_formats(
-    catalog: Catalog, chosen: pd.DataFrame, formats: Sequence[str], values: str
-) -> tuple[Groups, dict[str, tuple[str, int]]]:
-    """(the chosen tensors as recorded and rounded to each format, as their own GEMMs round them and divided by the
-    standard deviations that they had before; of each rounded group, its format and the number of its tensor)."""
-    of_values = of_tensors(catalog, chosen, values, USED)
-    groups, notes, of = list(of_values.distributions), list(of_values.notes), dict[str, tuple[str, int]]()
-    labels = distinct_names(chosen, given_names(catalog))
-    for number, row in enumerate(chosen.to_dict("records")):
-        try:
-            x = catalog.load(row["tensor_id"])
-        except (CatalogError, TensorFileError):
-            notes.append(f"{labels[row['tensor_id']]} is not rounded: its values cannot be read.")
-            continue
-        recorded, axis = Recorded.of(row), row["contracted_axis"]
-        for name in formats:
-            spec = applied(Spec.of(name), row)
-            if reason := recorded.problem(spec):
-                notes.append(reason)
-                continue
-            result = subject(x, spec, -1 if pd.isna(axis) else int(axis), LIMIT, recorded).blocks.result
-            group = name if len(chosen) == 1 else f"{labels[row['tensor_id']]}, {name}"
-            d = distribution_of(group, result)
-            of[group] = name, number
-            groups.append(over(d, float(row["std"])) if values == SIGMA and row["std"] > 0 else d)
-    drawn = [d for d in groups if d.total]
-    return Groups(drawn, of_values.exact, tuple(dict.fromkeys(notes)), of_values.damaged), of
 
 
 def over(d: Distribution, divisor: float) -> Distribution:

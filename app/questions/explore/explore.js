@@ -214,8 +214,10 @@ class Explore {
         if (drawn === this.drawnControls) return;
         this.drawnControls = drawn;
         this.controls.replaceChildren(...controls.map(control => {
-            const { name, label, options, list } = control, disabled = ticked && name === 'by';
-            const help = disabled ? 'Each ticked tensor is drawn. Clear the ticks to compare groups' : control.help;
+            const { name, label, options, list } = control, isGroups = !ticked && this.shown.by !== 'tensor';
+            const disabled = name === 'by' ? ticked : name === 'rounded' && isGroups;
+            const why = name === 'by' ? 'Each ticked tensor is drawn. Clear the ticks to compare groups' : 'Tensors are rounded: tick some, or compare by tensor';
+            const help = disabled ? why : control.help;
             const value = this.shown[name] ?? control.value;
             if (list) {
                 const select = element('select', { disabled, title: help, name, onchange: () => this.tell('set', [name, select.value]) },

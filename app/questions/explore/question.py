@@ -20,6 +20,7 @@ from binade.app.questions.explore import charts, compute
 from binade.app.questions.explore.compute import RAW, SCALE, SIGMA, Groups
 from binade.app.questions.explore.curves import Curve, bins_of
 from binade.app.questions.explore.quantile_plots import LIMIT, Quantiles, against_law, against_other, points_of
+from binade.app.questions.explore.rounded import drawn_in_formats
 from binade.app.questions.question import Question
 from binade.app.questions.shared import distribution_charts
 from binade.app.questions.shared import distributions as shared
@@ -35,7 +36,7 @@ from binade.data.evidence import SHARE, listed
 from binade.data.filter import FIELDS, INTEGER_FIELDS, Filter
 from binade.data.names import distinct_names, short_names
 from binade.data.text import counted, one_line
-from binade.quant.specs import Spec, known_specs
+from binade.quant.specs import Spec
 
 MAX_SELECTED = style.MAX_GROUPS
 DRAWN = 3  # tensors that are drawn if none is chosen
@@ -108,7 +109,10 @@ def _controls(board: Board, values: Mapping[str, Any]) -> list[Control]:
     by = BY
     if values["tensor"]:
         by = replace(BY, disabled=True, help="Each ticked tensor is drawn. Clear the ticks to compare groups")
-    return [by, OF_VALUES, AXIS, law, ROUNDED, *PANELS]
+    rounded = ROUNDED
+    if not values["tensor"] and values["by"] != TENSOR:
+        rounded = replace(ROUNDED, disabled=True, help="Tensors are rounded: tick some, or compare by tensor")
+    return [by, OF_VALUES, AXIS, law, rounded, *PANELS]
 
 
 @dataclass(frozen=True)
@@ -154,8 +158,9 @@ def drawing(board: Board, values: Mapping[str, Any], ranked: pd.DataFrame) -> Dr
         chosen = opened.rows_of(ranked["tensor_id"].head(drawn).tolist())
     by = TENSOR if len(chosen) else values["by"]
     looks = run_looks(every_run(opened)) if by == "run_id" else None
+    tensor_of: Mapping[str, str] = {}  # of a rounded group, the name of its tensor
     if len(chosen) and values["rounded"] == IN_FORMATS:
-        groups, left, looks = _in_formats(board, values, chosen)
+        groups, left, looks, tensor_of = drawn_in_formats(board, values, chosen)
     else:
         groups, left = _groups(board, values, chosen, ranked)
     found = groups.distributions
@@ -165,13 +170,14 @@ def drawing(board: Board, values: Mapping[str, Any], ranked: pd.DataFrame) -> Dr
     else:
         against = f"run {labels_of(opened)[law]}"
         others = _others(board, values, by, chosen, law)
-        plots = [against_other(d, others.get(d.group), against) for d in found]
+        plots = [against_other(d, others.get(tensor_of.get(d.group, d.group)), against) for d in found]
     exact = "exact" if groups.exact == len(found) else "partly from sketches" if groups.exact else "from sketches"
     curves = tuple(Curve(d, plot) for d, plot in zip(found, plots, strict=True))
     problems = [f"No Q–Q plot of {each.group}: {each.problem}." for each in plots if each.problem]
     below = 0.0
     if not found:
-        problems = [*groups.notes, "Nothing to draw: there are no finite values."]
+        problems = list(groups.notes) or ["Nothing to draw: there are no finite values."]
+        groups = replace(groups, notes=())
     elif not any(d.inner.max(initial=0) > 0 for d in found):
         problems.append("No magnitudes to draw: all finite values are zero.")
     else:
@@ -279,26 +285,6 @@ def _groups(
     return Groups(groups, notes=notes), left
 
 
-def _in_formats(
-    board: Board, values: Mapping[str, Any], chosen: pd.DataFrame
-) -> tuple[Groups, list[str], dict[str, tuple[str, int]]]:
-    """(the chosen tensors in each format, what is left out, how each is drawn): a format in its own color, a tensor in
-    its own dash."""
-    if values["values"] == SCALE:
-        return Groups([], notes=("Rounded values are drawn raw or ÷ σ.",)), [], {}
-    every = known_specs(board.opened.scored_formats(board.where))
-    formats = every[: max(1, MAX_SELECTED // len(chosen) - 1)]
-    groups, of = compute.in_formats(board.opened, chosen, formats, values["values"])
-    recorded = [d.group for d in groups.distributions if d.group not in of]
-    looks = {name: (style.GREY, number) for number, name in enumerate(recorded)}
-    dashes = dict(zip(formats, style.styles(formats)[1], strict=True))
-    for name, (fmt, number) in of.items():
-        looks[name] = style.color_of_spec(fmt), number + dashes[fmt]
-    looks = {name: (color, dash % len(style.DASHES)) for name, (color, dash) in looks.items()}
-    left = [f"{len(formats)} of {len(every)} formats are drawn: tick fewer tensors for more."]
-    return groups, left if len(formats) < len(every) else [], looks
-
-
 def _ids(values: Mapping[str, Any], ranked: pd.DataFrame) -> list[str] | None:
     """The tensors in the range of errors that was dragged over; None for all."""
     return ranked["tensor_id"].tolist() if values["delta"] else None
@@ -306,7 +292,9 @@ def _ids(values: Mapping[str, Any], ranked: pd.DataFrame) -> list[str] | None:
 
 def caption(board: Board, values: Mapping[str, Any], drawn: Drawing) -> str:
     """Of the two upper charts."""
-    what = counted(len(drawn.curves), drawn.by_name if drawn.by == TENSOR else "group")
+    what = counted(len(drawn.curves), "group")
+    if drawn.by == TENSOR:  # of which several lines may be drawn
+        what = counted(len(drawn.chosen), drawn.by_name)
     return f"{source(board.where, f'{what}, {board.scope} ({drawn.exact})')}\nValues: {charts.OF[values['values']]}."
 
 

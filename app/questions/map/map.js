@@ -204,10 +204,10 @@ function onHover(state, event) {
     const { tip, data } = state;
     const known = cell && state.cells.get(cell.dataset.id);
     if (!known) { tip.style.display = 'none'; return; }
-    const { row, block, column, cell: [, label, between, tensors] } = known;
+    const { row, block, column, cell: [, label, between, , several] } = known;
     const lines = [`${row.group} ${row.name} · ${block.title}`, `${data.word} ${column}`, label];
     if (between) lines.push(between);
-    if (tensors > 1) lines.push(`median of ${tensors.toLocaleString('en')} tensors`);
+    if (several) lines.push(several);
     tip.innerText = lines.join('\n');
     tip.style.display = 'block';
     const { clientWidth, clientHeight } = document.documentElement;

@@ -151,7 +151,7 @@ def _show_extra(opened: Catalog, view: View, map_: Map, cell: pd.Series | None, 
         case Figure() as figure:
             layout.open_tensor(show_items.draw(figure, view=view), view)
         case Table() as table:
-            show_items.table(table)
+            layout.open_tensor(show_items.table(table), view)
         case Text() as text:
             layout.show_text(text)
 
@@ -189,7 +189,8 @@ def _data(opened: Catalog, map_: Map) -> dict[str, Any]:
             for cell in by_row[row.key].to_dict("records"):
                 shade = None if math.isnan(cell["shade"]) else round(float(cell["shade"]), 3)
                 between = _between(cell, map_)
-                cells[at[cell[map_.across]]] = [shade, cell["label"], between, int(cell["tensors"])]
+                count = int(cell["tensors"])
+                cells[at[cell[map_.across]]] = [shade, cell["label"], between, count, map_.color.summary(count)]
             rows.append({"id": row.key, "group": _group(row), "name": operand_name(row.tensor), "cells": cells})
         blocks.append({"title": charts.TITLES[gemm], "rows": rows})
     return {
@@ -215,8 +216,7 @@ def _between(cell: dict[Any, Any], map_: Map) -> str:
     """The interval of a cell, in words; "" if it has none."""
     if pd.isna(cell["low"]) or (cell["tensors"] < 2 and not map_.color.interval):
         return ""
-    word = map_.color.interval or "10th to 90th percentile"
-    return f"{map_.measure.text(cell['low'])} to {map_.measure.text(cell['high'])}, {word}"
+    return f"{map_.measure.text(cell['low'])} to {map_.measure.text(cell['high'])}, {map_.color.between}"
 
 
 def _exceptions(opened: Catalog, map_: Map) -> dict[str, Any]:

@@ -42,7 +42,8 @@ def panel(opened: Catalog, map_: Map, cell: pd.Series, fmt: str) -> dict[str, An
     expert = "" if pd.isna(row["expert"]) else str(row["expert"])
     name = charts.label(MapRow(str(cell["gemm"]), str(cell["product"]), str(cell["tensor"]), expert))
     tensors = int(cell["tensors"])
-    notes = [f"The tensor with the worst value of {tensors:,} in this cell."] if tensors > 1 else []
+    several = tensors > 1 and map_.color.several
+    notes = [f"The tensor with the worst value of {tensors:,} in this cell."] if several else []
     recorded = recorded_of(opened, row, str(cell["gemm"]), None if used.empty else used.iloc[0])
     drawn, why = _values(opened, row, str(cell["gemm"]), Spec.of(fmt), recorded) if fmt else (None, "")
     return {
@@ -70,7 +71,7 @@ def _format(score: dict[Any, Any], fmt: str) -> dict[str, Any]:
 
 def _facts(map_: Map, cell: pd.Series, row: pd.Series, scores: pd.DataFrame) -> list[list[str]]:
     name = f"{map_.measure.label}, difference" if map_.against else map_.measure.label
-    name = f"{name}, median" if cell["tensors"] > 1 and not map_.color.interval else name
+    name = f"{name}, median" if cell["tensors"] > 1 and map_.color.several == "their median" else name
     facts = {name: str(cell["label"])}
     for name in ("sqnr_db", "flushed_error_share", "saturated_error_share") if len(scores) else ():
         facts.setdefault(MEASURES[name].label, MEASURES[name].quantity(float(scores[name].iloc[0])))

@@ -115,11 +115,6 @@ class Map:
         """What its cells are of."""
         return self.color.of
 
-    @property
-    def diverging(self) -> bool:
-        """Whether colors go from better to worse than 0."""
-        return bool(self.against) or self.color.neutral is not None
-
     @cached_property
     def kinds(self) -> pd.DataFrame:
         """`compute.kinds`, worst first."""
@@ -280,7 +275,7 @@ def ranked(map_: Map, scope: str) -> Figure:
     """The worst cells as bars."""
     table = map_.worst_first
     few = f"{min(len(table), board_charts.BARS)} of {len(table):,} cells · {scope}"
-    chart = board_charts.ranking(table, map_.measure, f"{map_.title}, worst first", few)
+    chart = board_charts.ranking(table, map_.measure, f"{map_.title}, worst first", few, map_.color.between)
     return Figure(
         "ranking", chart, table.drop(columns=["shade"]), source(map_.where, f"{len(table):,} cells"),
         hint="Click a bar to open its worst tensor.", height=board_charts.ranking_height(table), choose="tensor_id",
@@ -294,7 +289,7 @@ def places(map_: Map) -> Table:
         "rank": Column("Rank"),
         "place": Column(map_.of.capitalize()),
         "label": Column(map_.measure.label, align="right"),
-        "tensors": Column("Tensors", "d"),
+        "tensors": Column("Tensors" if map_.color.several else "Sequences", "d"),
     }
     frame = table[["rank", "place", "label", "value", "low", "high", "tensors", "tensor_id"]]
     return Table("places", frame, columns, height=min(38 + 35 * len(table), 420), choose="tensor_id")

@@ -9,10 +9,10 @@ import pandas as pd
 
 from binade.app import plot, style
 from binade.app.figure import Chart
-from binade.app.questions.shared.boards import PLACE
 from binade.data.evidence import Measure
 
 BARS = 20  # of a ranking that are drawn
+PLACE = ("layer_index", "module", "operation", "tensor_name")  # what identifies a place in a model
 
 
 def with_labels(table: pd.DataFrame, measure: Measure) -> pd.DataFrame:
@@ -54,15 +54,15 @@ def axis_domain(figures: pd.Series, measure: Measure) -> list[float]:
     return [low * 1.1, min(end, 100.0) if measure.unit == "%" else end]
 
 
-def ranking(table: pd.DataFrame, measure: Measure, title: str, subtitle: str | list[str]) -> Chart:
-    """The first BARS rows of a table of cells, worst first, as bars, colored by operation. A thin line goes from the
-    10th to the 90th percentile of a bar's tensors."""
+def ranking(table: pd.DataFrame, measure: Measure, title: str, subtitle: str | list[str], between: str) -> Chart:
+    """The first BARS rows of a table of cells, worst first, as bars, colored by operation. A thin line is the interval
+    of each. between: what that is, in words."""
     shown = with_labels(table.head(BARS), measure)
     several = "figure_high" in shown
     end = shown["figure_high"].fillna(shown["figure"]) if several else shown["figure"]
     shown = shown.assign(end=end.fillna(0.0).clip(lower=0.0))
     tips = {"place": "tensor", "operation": "operation", "label": measure.axis}
-    tips |= {"between": "10th to 90th percentile"} if several else {}
+    tips |= {"between": between} if several else {}
     bars = plot.bars(
         shown, plot.names("place", shown["place"]), size=15, text="label", end="end",
         x=plot.x("figure", measure.axis, {"tickCount": 5}, domain=axis_domain(shown["figure"], measure), nice=False),

@@ -7,8 +7,7 @@ import pandas as pd
 
 from binade.app import plot, style
 from binade.app.figure import Chart
-from binade.app.questions.shared.board_charts import color_scale, with_labels
-from binade.app.questions.shared.boards import PLACE
+from binade.app.questions.shared.board_charts import PLACE, color_scale, with_labels
 from binade.data.evidence import Measure
 
 INKS = "#10131a", "#ffffff"
