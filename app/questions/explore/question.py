@@ -20,7 +20,7 @@ from binade.app.questions.explore import charts, compute
 from binade.app.questions.explore.compute import RAW, SCALE, SIGMA, Groups
 from binade.app.questions.explore.curves import Curve, bins_of
 from binade.app.questions.explore.quantile_plots import LIMIT, Quantiles, against_law, against_other, points_of
-from binade.app.questions.explore.rounded import drawn_in_formats
+from binade.app.questions.explore.rounded import drawn_in_formats, first_rounded
 from binade.app.questions.question import Question
 from binade.app.questions.shared import distribution_charts
 from binade.app.questions.shared import distributions as shared
@@ -154,8 +154,9 @@ def drawing(board: Board, values: Mapping[str, Any], ranked: pd.DataFrame) -> Dr
     opened, law = board.opened, values["law"] or LAWS[0]
     chosen = opened.rows_of(list(values["tensor"])[:MAX_SELECTED])
     if chosen.empty and values["by"] == TENSOR:
-        drawn = DRAWN if values["rounded"] == AS_RECORDED else 1
-        chosen = opened.rows_of(ranked["tensor_id"].head(drawn).tolist())
+        chosen = opened.rows_of(ranked["tensor_id"].head(DRAWN).tolist())
+        if values["rounded"] == IN_FORMATS:
+            chosen = first_rounded(opened, ranked)
     by = TENSOR if len(chosen) else values["by"]
     looks = run_looks(every_run(opened)) if by == "run_id" else None
     tensor_of: Mapping[str, str] = {}  # of a rounded group, the name of its tensor

@@ -19,6 +19,15 @@ from binade.data.names import distinct_names
 from binade.data.store import TensorFileError
 from binade.quant.specs import Spec, known_specs
 
+MOST_SEARCHED = 50  # tensors, for the first that can be rounded
+
+
+def first_rounded(catalog: Catalog, ranked: pd.DataFrame) -> pd.DataFrame:
+    """The row of the first listed tensor that can be rounded; of the first one if none can."""
+    rows = catalog.rows_of(ranked["tensor_id"].head(MOST_SEARCHED).tolist())
+    whole = rows[rows["pairs_left_out"].isna() | (rows["pairs_left_out"] == 0)]
+    return (whole if len(whole) else rows).head(1)
+
 
 def drawn_in_formats(
     board: Board, values: Mapping[str, Any], chosen: pd.DataFrame
