@@ -53,14 +53,14 @@ def click(page: Page, kind: str, name: str) -> None:
 
 
 def select_on_the_map(page: Page) -> None:
-    page.locator(".map .grid").focus()
+    page.locator(".map .cell[tabindex='0']").focus()
     page.keyboard.press("Enter")
     page.wait_for_url("**cell=**")
     settle(page)
 
 
 def open_tensor_on_the_map(page: Page) -> None:
-    page.locator(".map .grid").focus()
+    page.locator(".map .cell[tabindex='0']").focus()
     page.keyboard.press("Enter")
     page.wait_for_url("**/tensor?**")
 
