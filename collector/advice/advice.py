@@ -49,10 +49,10 @@ COLUMNS = ["kind", "name", "bits", "change", "error", "cost"]
 
 @dataclass(frozen=True)
 class AdviceRequest:
-    """A request for advice.
+    """A request for advice. Raises AdviceError if its options cannot be combined.
 
     bits       the budget: average bits per operand value, of forward and of backward operands each
-    change     instead of it, how much the loss may rise
+    cost       instead of it, the most measured cost: the sum over groups of the divergence, else of the loss change
     by         the granularity of the choice: a key of GROUPS
     specs      those to choose from besides bf16; if empty, all that were measured, and for backward operands scored
     tiles      round weights in tiles only
@@ -60,25 +60,35 @@ class AdviceRequest:
     """
 
     bits: float | None = 5.5
-    change: float | None = None
+    cost: float | None = None
     by: str = "site"
     specs: tuple[str, ...] = ()
     tiles: bool = False
     most_bf16: int | None = None
 
+    def __post_init__(self) -> None:
+        if (self.bits is None) == (self.cost is None):
+            raise AdviceError("give one budget: of bits, or of cost")
+        if self.most_bf16 is not None and "layer_index" not in GROUPS[self.by]:
+            raise AdviceError(
+                f"--by {self.by} makes one choice for all layers, so --max-bf16-layers does not apply: give one of them"
+            )
+
 
 @dataclass(frozen=True)
 class Advice:
     """
+    table     the rows of `Costs.table` with group and saved
     chosen    a row for each operand: OPERAND, spec, values, bits, change, error, by_sequence, noise, group, and saved:
               by how much the loss, or for a backward operand its noise, would be worse in the narrowest spec
     frontier  kind (advised or uniform), name, bits per forward value, change (of the loss, the sum over groups),
               error (its standard error over sequences) and cost (what the choice minimizes): the choices under other
-              budgets, and one spec for all
+              budgets, and each spec that the request allows for all operands
     """
 
     request: AdviceRequest
     costs: Costs
+    table: pd.DataFrame
     chosen: pd.DataFrame
     frontier: pd.DataFrame
 
@@ -112,8 +122,11 @@ class Advice:
 
     @property
     def uniform(self) -> pd.Series | None:
-        """The recipe of least cost with one spec for all operands and no more bits; None if there is none."""
+        """The recipe of least cost with one spec for all operands, within the request and with no more bits; None if
+        there is none."""
         recipes = self.frontier[(self.frontier["kind"] == "uniform") & (self.frontier["bits"] <= self.bits + AS_MANY)]
+        if self.request.cost is not None:
+            recipes = recipes[recipes["cost"] <= self.request.cost]
         return None if recipes.empty else recipes.sort_values("cost").iloc[0]
 
     @property
@@ -128,7 +141,8 @@ class Advice:
     def deciding(self) -> pd.DataFrame:
         """The groups of forward operands that are kept wider than the narrowest spec for a smaller loss, by how much
         they save; column place names them."""
-        rows = self.forward.assign(place=self.forward["group"])
+        rows = self.advised[self.advised["gemm"] == FORWARD]
+        rows = rows.assign(place=rows["group"])
         saved = rows.groupby("place")["saved"].sum()
         rows = rows.drop_duplicates("place").assign(saved=lambda operands: operands["place"].map(saved))
         return rows[rows["saved"] > 0].sort_values("saved", ascending=False, ignore_index=True)
@@ -138,12 +152,29 @@ class Advice:
         """The change minus that of `uniform`, paired by sequence; None if there is none."""
         if self.uniform is None:
             return None
-        rows = self.costs.forward
-        other = rows[rows["spec"] == self.uniform["name"]]
-        advised, theirs = (
-            dict(enumerate(by_sequence(part["by_sequence"], self.costs.sequences))) for part in (self.forward, other)
+        mix, single = (
+            dict(enumerate(by_sequence(part["by_sequence"], self.costs.sequences)))
+            for part in (self.forward, self._single)
         )
-        return evidence.paired(CHANGE, advised, theirs, "sequences")
+        return evidence.paired(CHANGE, mix, single, "sequences")
+
+    @property
+    def alone(self) -> bool:
+        """Whether `uniform` is advised, since `chosen` was not measured to lose less."""
+        if self.gain is None or self.costs.sequences < 2:
+            return False
+        return self.gain.value >= 0 or not evidence.holm([self.gain])[0]
+
+    @property
+    def advised(self) -> pd.DataFrame:
+        """The rows of what is advised: `chosen`, with all forward operands in `uniform` if that is advised alone."""
+        return pd.concat([self._single, self.backward], ignore_index=True) if self.alone else self.chosen
+
+    @property
+    def _single(self) -> pd.DataFrame:
+        """The rows of forward operands in `uniform`."""
+        name = "" if self.uniform is None else self.uniform["name"]
+        return self.table[(self.table["gemm"] == FORWARD) & (self.table["spec"] == name)]
 
     @property
     def sentence(self) -> evidence.Sentence:
@@ -159,11 +190,11 @@ class Advice:
         text = "{used} per forward value, whose measured loss changes add up to {change}"
         if other is None or self.gain is None:
             return evidence.together(
-                doubt, evidence.say(f"{word}: {text}; no single format takes as few bits.", **parts)
+                doubt, evidence.say(f"{word}: {text}; no single format within the limits takes as few bits.", **parts)
             )
         change = evidence.with_error(CHANGE, other["change"], other["error"], self.costs.sequences, "sequences")
         parts |= {"other": str(other["name"]), "others": evidence.exact(BITS, other["bits"]), "than": change}
-        if doubt or (self.gain.value < 0 and evidence.holm([self.gain])[0]):
+        if not self.alone:
             said = evidence.say(f"{word}: {text}; with {{other}} alone, {{others}}, to {{than}}.", **parts)
             return evidence.together(doubt, said)
         alone = "Advised: {other} alone, {others}, whose measured loss changes add up to {than}"
@@ -196,22 +227,27 @@ class Advice:
             )
             bits = float(backward["bits"].sum() / backward["values"].sum())
             if self.request.bits is not None and bits > self.request.bits + AS_MANY:
-                doubts.append(f"Backward operands take {bits:.4g} bits: they were scored in no narrower format.")
+                doubts.append(
+                    f"Backward operands take {bits:.4g} bits: no narrower format that they were scored in is allowed "
+                    "by the choice."
+                )
         return doubts
 
     def recipe(self, name: str) -> Recipe:
-        """The choice as a recipe; the most common specs become [linear]."""
-        given = self.request
-        limit = f"{given.bits:g} bits" if given.change is None else f"a loss change of {given.change:g}"
-        change = number_text(self.change, "+.3g")
+        """What is advised as a recipe; the most common specs become [linear]."""
+        given, rows = self.request, self.advised
+        limit = f"{given.bits:g} bits" if given.cost is None else f"a measured cost of {given.cost:g}"
+        what = f"forward operands in {self.uniform['name']} alone, " if self.uniform is not None and self.alone else ""
+        bits, change, _ = _totals(rows[rows["gemm"] == FORWARD])
         about = About(
-            f"{ADVISED} under {limit}: effects of {change} at {self.bits:.2f} bits per forward value",
+            f"{ADVISED} under {limit}: {what}effects of {number_text(change, '+.3g')} at {bits:.2f} bits per forward "
+            "value",
             tuple(f"run {run}" for run in self.costs.runs),
         )
         parts: dict[str, Part] = {}
         linear: dict[Site, tuple[str, ...]] = {}
-        for (part, layer, module), rows in self.chosen.astype({"layer_index": int}).groupby(OPERAND[:3]):
-            specs = dict(zip(rows["field"], rows["spec"], strict=True))
+        for (part, layer, module), own in rows.astype({"layer_index": int}).groupby(OPERAND[:3]):
+            specs = dict(zip(own["field"], own["spec"], strict=True))
             chosen = tuple(str(specs.get(field, BF16)) for field in OPERAND_FIELDS)
             if part in ("linear", "router"):
                 linear[Site(int(str(layer)), str(module))] = chosen
@@ -239,27 +275,26 @@ def _part(given: Sequence[str], name: str) -> Part:
 def advise(costs: Costs, request: AdviceRequest) -> Advice:
     """Raises AdviceError if the request cannot be met."""
     specs, scored = _specs(costs, request)
-    table = grouped(costs.table, request.by)
+    table = _with_saved(grouped(costs.table, request.by), specs, scored)
     forward, backward = table[table["gemm"] == FORWARD], table[table["gemm"] != FORWARD]
     # A mean over values, as Adam moves every weight alike.
     noise = backward.assign(cost=backward["noise"] * backward["values"])
     options = pairs(forward, specs, request.tiles, alike=True)
     others = pairs(noise, scored, request.tiles)
 
-    def chosen(share: float | None, *, change: float | None = None, gradients: bool = True) -> pd.DataFrame:
+    most_backward = request.most_bf16 if scored else None  # else they can only stay in bf16
+
+    def chosen(share: float | None, *, cost: float | None = None, gradients: bool = True) -> pd.DataFrame:
         """The rows of the choice within a share of bf16's bits, forward and backward each."""
-        best = choose(options, share=share, cost=change, most_bf16=request.most_bf16)
+        best = choose(options, share=share, cost=cost, most_bf16=request.most_bf16)
         parts = [_rows(forward, best)]
         if gradients and not backward.empty:
             within = max(best["share"].sum() if share is None else share, least_share(others))
-            parts.append(_rows(backward, choose(others, share=within, most_bf16=request.most_bf16)))
+            parts.append(_rows(backward, choose(others, share=within, most_bf16=most_backward)))
         return pd.concat(parts, ignore_index=True)
 
     limit = None if request.bits is None else request.bits / BF16_BITS
-    best = chosen(limit, change=request.change)
-    best = best.merge(_narrowest(table), on=OPERAND, how="left")
-    own = best["change"].where(best["gemm"] == FORWARD, best["noise"])
-    best = best.assign(saved=best.pop("narrowest") - own)
+    best = chosen(limit, cost=request.cost)
     rows = []
     for share in np.unique(np.geomspace(least_share(options), 1, POINTS)):
         try:
@@ -267,20 +302,23 @@ def advise(costs: Costs, request: AdviceRequest) -> Advice:
         except AdviceError:  # only so many layers may be in bf16
             continue
         rows.append(["advised", f"{BF16_BITS * share:.4g} bits", *_totals(other), other["cost"].sum()])
-    for spec, operands in forward.groupby("spec"):
-        if len(operands) == len(costs.forward.drop_duplicates(OPERAND)):  # measured in all groups
-            rows.append(["uniform", str(spec), *_totals(operands), operands["cost"].sum()])
-    return Advice(request, costs, best, pd.DataFrame(rows, columns=COLUMNS))
+    for spec in _uniform(options, request.most_bf16):
+        operands = forward[forward["spec"] == spec]
+        rows.append(["uniform", spec, *_totals(operands), operands["cost"].sum()])
+    return Advice(request, costs, table, best, pd.DataFrame(rows, columns=COLUMNS))
+
+
+def _uniform(options: pd.DataFrame, most_bf16: int | None) -> list[str]:
+    """The specs that all groups can have, of the pairs of one spec that they can take."""
+    counts = options.groupby("a")["group"].nunique()
+    specs = [str(spec) for spec in counts.index[counts == options["group"].nunique()]]
+    if most_bf16 is not None and options["layer"].nunique() > most_bf16:
+        specs.remove(BF16)
+    return specs
 
 
 def _specs(costs: Costs, request: AdviceRequest) -> tuple[list[str], list[str]]:
     """The specs that forward and that backward operands may have besides bf16."""
-    if (request.bits is None) == (request.change is None):
-        raise AdviceError("give one budget: of bits, or of loss")
-    if request.most_bf16 is not None and "layer_index" not in GROUPS[request.by]:
-        raise AdviceError(
-            f"--by {request.by} makes one choice for all layers, so --max-bf16-layers does not apply: give one of them"
-        )
     measured, scored = costs.specs, costs.operands.specs
     wanted = [str(Spec.of(spec)) for spec in request.specs]
     if missing := [spec for spec in wanted if spec not in measured]:
@@ -296,13 +334,16 @@ def _rows(table: pd.DataFrame, best: pd.DataFrame) -> pd.DataFrame:
     return table.merge(long, on=["group", "first", "spec"]).drop(columns="first")
 
 
-def _narrowest(table: pd.DataFrame) -> pd.DataFrame:
-    """OPERAND and narrowest: the change or noise in the operand's narrowest spec."""
+def _with_saved(table: pd.DataFrame, specs: Sequence[str], scored: Sequence[str]) -> pd.DataFrame:
+    """The rows with saved: the change or noise in the operand's narrowest spec minus its own. specs and scored: those
+    that forward and backward operands may have besides bf16."""
+    is_forward = table["gemm"] == FORWARD
+    harm = table["change"].where(is_forward, table["noise"])
+    allowed = table["spec"].isin([*specs, BF16]).where(is_forward, table["spec"].isin([*scored, BF16]))
     order = {spec: number for number, spec in enumerate([*narrowest_first(table["spec"]), BF16])}
-    narrowest = table.assign(order=table["spec"].map(order)).sort_values("order").drop_duplicates(OPERAND)
-    return narrowest[OPERAND].assign(
-        narrowest=narrowest["change"].where(narrowest["gemm"] == FORWARD, narrowest["noise"])
-    )
+    ordered = table.assign(order=table["spec"].map(order), narrowest=harm)[allowed].sort_values("order")
+    narrowest = table[OPERAND].merge(ordered.drop_duplicates(OPERAND)[[*OPERAND, "narrowest"]], on=OPERAND, how="left")
+    return table.assign(saved=narrowest["narrowest"].to_numpy() - harm)
 
 
 def _totals(rows: pd.DataFrame) -> tuple[float, float, float]:

@@ -49,7 +49,7 @@ def pairs(table: pd.DataFrame, specs: Sequence[str], tiles: bool = False, alike:
     """
     chosen = table[table["spec"].isin([*specs, BF16])]
     if tiles:
-        fits = chosen["spec"].map({spec: spec == BF16 or _is_tile(spec) for spec in (*specs, BF16)})
+        fits = chosen["spec"].isin([BF16, *filter(_is_tile, specs)])
         chosen = chosen[(chosen["tensor_name"] != "weight") | fits]
     gemm = ["group", "part", "layer_index", "module", "gemm"]
     both = chosen[chosen["first"]].merge(chosen[~chosen["first"]], on=gemm)
@@ -109,7 +109,7 @@ def choose(
                 f"a budget of {_bits(share)} cannot be met: what was measured takes at least {_bits(least)}; give more "
                 "bits, or measure other formats and the groups that were not measured (--measure)"
             )
-        limit = _bits(share) if share is not None else f"a loss change of {cost:g}"
+        limit = _bits(share) if share is not None else f"a measured cost of {cost:g}"
         also = f" with at most {most_bf16} layers in bf16" if most_bf16 is not None else ""
         raise AdviceError(f"no choice satisfies {limit}{also}: raise the limit")
     if solved.x is None:

@@ -98,24 +98,24 @@ def _advise(
         if verify is None:
             raise ConfigError("--target needs --verify SEEDS: it says where these runs are trained")
         find_target(target)
+    request = AdviceRequest((budget or 5.5) if loss is None else None, loss, by, specs, tiles, most_bf16)
     where = resolve_root(root)
+    if target is not None:
+        check_submits(where, Path.cwd())  # before anything is measured or written
     with Catalog.open(where) as catalog:
         for reason in catalog.refused:
             fail(f"skipped: {reason}")
         with quiet():
             operands = operands_of(catalog, filter_of(filters), parts)
         if measure:
-            _measure(where, catalog, operands, AdviceRequest(specs=specs, by=by), parts, sequences)
+            _measure(where, catalog, operands, request, parts, sequences)
             catalog.sync()
         with quiet():
             known = costs(catalog, operands, by)
-            bits = budget if memory is None else 8 * memory / known.values
-            if not given:
-                bits = 5.5
-            advice = choose(known, AdviceRequest(bits, loss, by, specs, tiles, most_bf16))
+            if memory is not None:
+                request = replace(request, bits=8 * memory / known.values)
+            advice = choose(known, request)
         content = _content(advice, output) if output else ""
-        if target is not None:
-            check_submits(where, Path.cwd())  # before the recipe is written
         print_text(_described(advice))
         if output is None:
             return
@@ -147,14 +147,22 @@ def _measure(
 def _content(advice: Advice, output: Path) -> str:
     """The recipe as a file. A precision file has one choice for each layer: that of the forward operands."""
     from binade.collector.recipes.files import to_toml
-    from binade.collector.recipes.precision_file import write
+    from binade.collector.recipes.precision_file import precisions, write
 
     if output.suffix == ".toml":
         return to_toml(advice.recipe(output.stem))
     try:
         return write(replace(advice, chosen=advice.forward).recipe(output.stem), forward_only=True)
     except RecipeError as error:
-        raise ConfigError(f"--output {output}: {error}; choose from these with --specs") from None
+        alike = [
+            str(each.forward_a)
+            for _, each in precisions().values()
+            if each.forward_a and each.forward_a == each.forward_b
+        ]
+        raise ConfigError(
+            f"--output {output}: {error}; advice has one format for input and weight, where NVFP4 has two in such a "
+            f"file: choose from {', '.join(dict.fromkeys(alike))} with --specs, or write a .toml file"
+        ) from None
 
 
 def _described(advice: Advice) -> str:
@@ -181,7 +189,8 @@ def _params() -> Sequence[click.Parameter]:
         CliOption(["--memory"], type=size, metavar="SIZE", title=limits,
                help="Instead of --budget: the bytes that the forward operands of a micro-batch may take, such as 40M"),
         CliOption(["--loss"], type=_positive, metavar="X", title=limits,
-               help="Instead of --budget: the fewest bits with a measured loss change of at most X"),
+               help="Instead of --budget: the fewest bits with a measured cost (divergence, else loss change) of at "
+                   "most X"),
         CliOption(["--by"], type=click.Choice(BY), default="site", title=limits,
                help="Choose formats for each linear layer (site), each layer, each module in all layers, or the whole "
                    "model  [default: site]"),

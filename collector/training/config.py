@@ -294,10 +294,3 @@ def trained_config(description: Mapping[str, Any]) -> RunConfig:
         raise ConfigError("it was not trained by binade run")
     with raising(ConfigError, "its configuration is not valid", ValueError):
         return parse_json(RunConfig, json.dumps(record).encode())
-
-
-def layers_of(description: Mapping[str, Any]) -> int | None:
-    """The number of layers of a run's model, from its run.json; None if it is unknown."""
-    shape = MODELS.get(str(description.get("model")), {}).get(str(description.get("size")))
-    layers: int | None = description.get("layers")
-    return layers or (shape.layers if shape else None)

@@ -17,7 +17,7 @@ import os
 import tomllib
 from dataclasses import field
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic.dataclasses import dataclass
 
@@ -67,7 +67,9 @@ class Target:
 
 @dataclass(frozen=True, config=STRICT)
 class ConfigFile:
-    """binade.toml."""
+    """binade.toml. Tables of earlier versions, which nothing reads, are left out: a file that has them stays valid."""
+
+    FORMER: ClassVar = ("devices",)
 
     targets: dict[str, Target] = field(default_factory=dict)
 
@@ -85,8 +87,9 @@ def targets_file() -> Path | None:
 def read_config(path: Path) -> ConfigFile:
     """Raises ConfigError for an invalid file."""
     try:
-        content = json.dumps(tomllib.loads(read_text(path)), default=str).encode()
-        config = parse_json(ConfigFile, content)
+        tables = tomllib.loads(read_text(path))
+        known = {name: table for name, table in tables.items() if name not in ConfigFile.FORMER}
+        config = parse_json(ConfigFile, json.dumps(known, default=str).encode())
         for name, target in config.targets.items():
             try:
                 target.check()

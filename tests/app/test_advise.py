@@ -12,6 +12,7 @@ from binade.app.figure import Drawn
 from binade.app.view import View
 from binade.collector import jobs
 from binade.collector.jobs import store
+from binade.collector.recipes.files import read_recipe
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from tests.app import roots
@@ -40,7 +41,9 @@ def test_advice_is_drawn(opened):
     assert {"advised", "uniform"} == set(frontier["kind"]) and drawn.problems == ()
     assert operands["width"].max() <= 16 and not operands["backward"].iloc[0]
     axes = {layer["encoding"]["x"]["field"] for layer in drawn.get("frontier").chart.to_dict()["layer"]}
-    assert axes == {"bits"} and "Advised: " in drawn.verdict and "loss changes add up to" in drawn.verdict
+    assert "Advised: nvfp4 alone, " in drawn.verdict
+    assert set(operands.loc[~operands["backward"], "spec"]) == {"nvfp4"}  # what is advised
+    assert axes == {"bits"} and "loss changes add up to" in drawn.verdict
     assert drawn.scope.counts == ((len(operands), "operand"),)
     texts = " ".join(map(str, drawn.items))
     assert "8 groups of forward operands in mxfp4, nvfp4, mxfp8, one at a time, on 4 sequences" in texts
@@ -74,6 +77,10 @@ def test_the_button_saves_the_recipe_and_queues_the_runs(visit: Visit, measured_
             "6 runs are queued. When they are done, Runs › Recipes compares them."
         ]
         saved = root / ".recipes" / "mine.toml"
+        recipe = read_recipe(saved, "mine")
+        assert "nvfp4 alone" in words(at) and "nvfp4 alone" in recipe.about.title
+        sites = [recipe.linear, *(part for _, part in recipe.modules)]
+        assert {part.rounded_to(field) for part in sites for field in ("forward_a", "forward_b")} == {"nvfp4"}
         queued = [(job.config.recipe, job.config.train_iters, job.tags) for job in store.read_jobs(root)]
         expected = ["bf16", "linear_nvfp4", str(saved)] * 2
         assert queued == [(recipe, 2, ("advice mine",)) for recipe in expected]

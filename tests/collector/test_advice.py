@@ -114,13 +114,16 @@ def test_advice_keeps_its_limits(measured_root, by):
 def test_the_recipe_is_the_choice(found, tmp_path):
     """As a file, and as a model is quantized by it."""
     advice = advise(found, AdviceRequest(6))
+    assert advice.alone
     path = tmp_path / "mine.toml"
     path.write_text(to_toml(advice.recipe("mine")))
     recipe = read_recipe(path, "mine")
-    for row in advice.chosen.itertuples():
+    for row in advice.advised.itertuples():
         part = recipe.linear_of(Site(row.layer_index, row.module))
         assert part.rounded_to(row.field) == row.spec
-    assert len({row.spec for row in advice.chosen.itertuples() if row.gemm == FORWARD}) > 1
+    forward, title = {row.spec for row in advice.advised.itertuples() if row.gemm == FORWARD}, recipe.about.title
+    assert forward == {"nvfp4"} and "nvfp4 alone" in advice.sentence
+    assert title.startswith("Advised under 6 bits: forward operands in nvfp4 alone, ") and " at 4.50 bits" in title
 
 
 def test_the_layers_of_a_module_can_differ(tmp_path):
@@ -148,14 +151,26 @@ WRONG = {
     "a format that was not measured": (("--specs", "nvint4"), 1, "not measured: nvint4; choose from mxfp4, nvfp4, "),
     "a part that was not measured": (("--parts", "qk"), 1, "--by part,site --parts qk "),
     "an unknown part": (("--parts", "head"), 2, "linear, qk, pv, router"),
+    "no choice of so little cost": (
+        ("--loss", "1e-9", "--max-bf16-layers", "0"), 1, "no choice satisfies a measured cost of 1e-09 with at most 0",
+    ),
+    "layers of all, before anything is measured": (
+        ("--measure", "--by", "model", "--max-bf16-layers", "1"), 1, "--max-bf16-layers does not apply",
+    ),
     "layers of all": (("--by", "module", "--max-bf16-layers", "1"), 1, "--max-bf16-layers does not apply"),
     "a file that exists": (("--output", "there.toml"), 2, "exists"),
     "no kind of file": (("--output", "mine.txt"), 2, "does not end in .toml or .yaml"),
-    "a precision file": (("--output", "mine.yaml"), 2, "in a precision file it can be bf16, fp8_e4m3, "),
+    "a precision file": (
+        ("--specs", "mxfp4", "--output", "mine.yaml"), 2, "in a precision file it can be bf16, fp8_e4m3, ",
+    ),
+    "nvfp4 in a precision file": (
+        ("--specs", "nvfp4", "--budget", "5", "--output", "mine.yaml"), 2,
+        "choose from fp8_e4m3, mxfp8(scale=rceil) with --specs",
+    ),
     "a test without a file": (("--verify", "2"), 2, "--output"),
     "a target without a test": (("--target", "gpu"), 2, "--verify"),
     "no tensors": (("--recipe", "nothing"), 1, "no run with recorded tensors"),
-}
+}  # fmt: skip
 
 
 def test_bytes_are_bits_of_all_forward_values(command, capsys, measured_root, found):
@@ -236,11 +251,13 @@ def test_a_precision_file_gives_each_layer_the_recipe_of_its_forward_operands(co
     small = ("--layers", "1", "--micro-batch-size", "1", "--sequence-length", "32", "--backend", "torch")
     scores = ("--scores", "mxfp8(scale=rceil)", "--collect-micro-batches", "2")
     assert command("run", "--quantization", "bf16", *small, *scores) == 0
-    assert command("advise", "--measure", "--budget", "12", "--output", str(tmp_path / "mine.yaml")) == 0
-    recipe = parse_recipe(str(tmp_path / "mine.yaml"))
+    assert command("advise", "--measure", "--budget", "12") == 0
     with Catalog.open(tmp_path / "runs") as catalog:
         found = costs(catalog, operands_of(catalog, parts=("linear",)), "site")
-        chosen = advise(found, AdviceRequest(12)).forward
+    half = float(found.forward["cost"].sum()) / 2  # so that no single format but bf16 is within the limit
+    chosen = advise(found, AdviceRequest(None, half)).forward
+    assert command("advise", "--loss", str(half), "--output", str(tmp_path / "mine.yaml")) == 0
+    recipe = parse_recipe(str(tmp_path / "mine.yaml"))
     assert chosen["spec"].nunique() == 2
     for row in chosen.itertuples():
         formats = recipe.linear_of(Site(row.layer_index, row.module)).formats

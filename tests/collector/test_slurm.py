@@ -108,6 +108,13 @@ def test_a_target_gives_what_the_command_does_not(command, capsys, tmp_path: Pat
     assert f"apptainer exec --nv --bind /data /images/torch.sif {sys.executable} -u -m" in line
 
 
+def test_a_table_of_an_earlier_version_does_not_stop_a_target(command, capsys, tmp_path: Path, monkeypatch):
+    monkeypatch.setenv(CONFIG, str(tmp_path / "binade.toml"))
+    devices = "[devices.mine]\nbandwidth = 3.35e12\n[devices.mine.dense]\nbf16 = 989e12\n"
+    (tmp_path / "binade.toml").write_text(devices + TARGETS)
+    assert settings_of(dry_script(command, capsys, "run", "--target", "gpu"))["partition"] == "a100"
+
+
 def test_a_job_keeps_how_it_starts(tmp_path: Path):
     start = SlurmOptions(target="gpu", partition="a100", time="1:30:00", nodes=2)
     write_json(tmp_path / "job.json", store.Job(1, "0" * 16, RunConfig(tp=2), start, None, "/", "2026-01-01"))

@@ -83,19 +83,20 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
         advice = advice_of(selection, values)
     except AdviceError as error:
         return Drawn(problems=(error.sentence,))
-    where = Filter(run_id=advice.costs.runs)
-    words = f"{source(where, f'{len(advice.chosen):,} operands')}\n{CAPTION}"
+    advised, where = advice.advised, Filter(run_id=advice.costs.runs)
+    words = f"{source(where, f'{len(advised):,} operands')}\n{CAPTION}"
     chosen = (
-        advice.chosen.drop(columns="by_sequence")
+        advised.drop(columns="by_sequence")
         .assign(
-            place=short_names(advice.chosen),
-            width=advice.chosen["bits"] / advice.chosen["values"],
-            backward=advice.chosen["gemm"] != FORWARD,
+            place=short_names(advised),
+            width=advised["bits"] / advised["values"],
+            backward=advised["gemm"] != FORWARD,
         )
         .sort_values(["backward", "saved"], ascending=[True, False], ignore_index=True)
     )
     forward = chosen[~chosen["backward"]]
-    frontier = charts.frontier(advice.frontier, advice.bits, advice.change)
+    bits = float(forward["bits"].sum() / forward["values"].sum())
+    frontier = charts.frontier(advice.frontier, bits, float(forward["change"].sum()))
     heat = charts.bits(forward, "Bits that forward operands get", "bright: more bits")
     height = max(420, layer_chart.height(forward.assign(row=forward["module"] + forward["tensor_name"])))
     items: list[Any] = [
