@@ -12,6 +12,7 @@ compared: what samples cannot tell apart, a sentence calls not distinguishable.
 | two runs that differ by chance | 0: their difference | 95% of such differences, Student's t |
 | values of a sample | share | Wilson's, 95% |
 | sequences, micro-batches, passes | mean or total | from the standard error over them, Student's t, 95% |
+| iterations | Theil–Sen slope | none; its p-value is that of Kendall's τ among autocorrelated values |
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from binade.data.student import noncentrality, quantile
 
 Measure = Field
 LEVEL = 0.05  # the share of sentences that may name a difference where there is none
+FEWEST = 5  # points of a trend
 NAMED = 4  # things that a sentence names
 EQUAL = 0.01  # relative difference of two exact values that are called equal
 
@@ -200,6 +202,25 @@ def between_alike(measure: Measure, groups: Iterable[Sequence[float]], of: str) 
     degrees = sum(len(group) - 1 for group in several)
     deviation = math.sqrt(sum(statistics.variance(group) * (len(group) - 1) for group in several) / degrees)
     return between_two(measure, deviation, degrees, degrees + len(several), of)
+
+
+def trend(measure: Measure, at: Iterable[float], values: Iterable[float], of: str) -> Estimate:
+    """The Theil–Sen slope of values over `at`. NaN for fewer than FEWEST finite points.
+
+    Its p-value is that of data.trends, which knows that successive values depend on each other."""
+    from scipy.stats import theilslopes
+
+    from binade.data.trends import p_of_trend
+
+    points = sorted(
+        (float(x), float(y)) for x, y in zip(at, values, strict=True) if y is not None and math.isfinite(float(y))
+    )
+    per = replace(measure, unit=f"{measure.unit} per {_one(of)}".strip(), format="+.3g", resolution=0.0)
+    if len(points) < FEWEST or len({x for x, _ in points}) < FEWEST:
+        return Estimate(per, math.nan, -math.inf, math.inf, len(points), of, "slope", math.nan)
+    x, y = zip(*points, strict=True)
+    slope = float(theilslopes(y, x)[0])
+    return Estimate(per, slope, -math.inf, math.inf, len(points), of, "slope", math.nan, p_of_trend(y))
 
 
 def holm(estimates: Sequence[Estimate]) -> list[bool]:
@@ -378,3 +399,34 @@ def largest(items: Mapping[str, Mapping[Any, float]], measure: Measure, what: st
     alike = [first, *(name for (name, _), is_apart in zip(rest, apart, strict=True) if not is_apart)]
     text = "{what} cannot be named: {n} {of} do not tell {names} apart."
     return say(text, what=what, n=top.n, of=of, names=listed(alike))
+
+
+def trends(items: Sequence[Named], what: str, over: str, of: str = "tensors") -> Sentence:
+    """Which slopes are distinguishable from 0, all together at LEVEL (Holm). what: "SQNR in mxfp4"; over: "with depth";
+    of: what the items are."""
+    known = [item for item in items if not math.isnan(item[1].value)]
+    if not known:
+        points = max((estimate for _, estimate in items), key=lambda estimate: estimate.n, default=None)
+        if points is None:
+            return Sentence()
+        return say(
+            "{n} {of} cannot show a trend {over}: at least {fewest} are needed.",
+            n=points.n,
+            of=points.of if points.n != 1 else _one(points.of),
+            over=over,
+            fewest=FEWEST,
+        )
+    apart = [item for item, is_apart in zip(known, holm([estimate for _, estimate in known]), strict=True) if is_apart]
+    if not apart:
+        text = "{what} has no trend {over} that can be told from chance, in any of {n} {of}."
+        return say(text, what=what, over=over, n=len(known), of=of)
+    sentences = []
+    for word, sign in (("falls", -1), ("rises", 1)):
+        if part := [item for item in apart if item[1].value * sign > 0]:
+            name, steepest = max(part, key=lambda item: abs(item[1].value))
+            text = "{what} {word} {over} in {count} of {n} {of}; steepest: {name}, {slope}."
+            parts = {"what": what, "word": word, "over": over, "of": of, "name": name}
+            sentences.append(say(text, count=len(part), n=len(known), slope=steepest, **parts))
+    if rest := len(known) - len(apart):
+        sentences.append(say("In the other {rest}, no trend can be told from chance.", rest=rest))
+    return together(*sentences)

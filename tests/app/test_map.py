@@ -33,6 +33,7 @@ from binade.data.text import number_text
 from binade.quant.blocks import look
 from binade.quant.formats import FORMATS
 from binade.quant.normal import normal_sqnr
+from tests.app.planted import normal, operand
 from tests.collector.small_model import batch, build
 from tests.data.builder import make_run
 
@@ -537,3 +538,20 @@ def test_many_iterations_are_thinned_evenly_and_it_is_said(tmp_path: Path, monke
     assert len(columns) == most and columns[0] == 0 and columns[-1] == most + 8
     assert set(np.diff(np.sort(columns))) == {1, 2}
     assert "40 of 49 recorded iterations" in found.problems[0]
+
+
+def test_a_trend_over_iterations_is_named_and_its_slope_is_scipys(tmp_path: Path):
+    """absmax that doubles over 12 iterations; without a trend none is named, and of two iterations nothing is said."""
+    rng = np.random.default_rng(0)
+    sizes = {"rising": np.linspace(1, 2, 12), "level": 1 + 0.1 * rng.standard_normal(12)}
+    for name, factors in sizes.items():
+        x = normal(3, 32, 64)
+        made = [operand(x * factor, 1, at, tensor_name="weight") for at, factor in enumerate(factors)]
+        make_run(tmp_path / name, made)
+        with Catalog.open(tmp_path / name) as opened:
+            said = drawn(opened, metric="absmax", across="iteration").verdict
+            slope = stats.theilslopes(float(x.abs().max()) * factors, range(12))[0]
+            assert ("absmax rises over iterations in 1 of 1" in said) == (name == "rising"), said
+            assert (f"{slope:+.3g} per iteration" in said) == (name == "rising"), said
+            few = drawn(opened, Filter(iteration=[0, 1]), metric="absmax", across="iteration").verdict
+            assert "trend" not in few

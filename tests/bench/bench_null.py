@@ -1,5 +1,5 @@
 """How often sentences that infer name something in cases where there is nothing, and how often they find what is
-planted: the table of calibration in docs/comparing.md. Synthetic losses, no training; about four minutes.
+planted: the table of calibration in docs/comparing.md. Synthetic losses and series, no training; about four minutes.
 
     python -m tests.bench.bench_null [--cases 200]
 """
@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import argparse
 
-from tests.data.null_cases import names_gap, names_slope, share
+from tests.data.null_cases import names_gap, names_slope, names_trend, share
 
 DEVIATIONS = (0.0, 0.004, 0.008, 0.015)
+AUTOCORRELATIONS = (0.0, 0.5, 0.8, 0.9)
 
 
 def main() -> None:
@@ -22,6 +23,12 @@ def main() -> None:
         for what, names in (("gap", names_gap), ("slope per doubling", names_slope)):
             found = [share(cases, names, seeds, deviation) for deviation in DEVIATIONS]
             rows.append((f"held-out {what}, {seeds} seeds", f"deviation {DEVIATIONS}", found))
+    for points in (8, 12, 40):
+        found = [share(cases, names_trend, points, phi) for phi in AUTOCORRELATIONS]
+        rows.append((f"trend of 6 layers, {points} iterations", f"autocorrelation {AUTOCORRELATIONS}", found))
+        for fall in (4, 8, 16):
+            found = [share(cases, names_trend, points, phi, fall, 1) for phi in AUTOCORRELATIONS]
+            rows.append((f"found: a fall by {fall} deviations, {points} iterations", "the same", found))
     for sentence, over, found in rows:
         print(f"{sentence:<52} {over:<42} {', '.join(f'{value:g}' for value in found)}")
 

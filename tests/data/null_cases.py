@@ -6,10 +6,13 @@ test_null_cases.py counts fewer cases.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 import numpy as np
+from scipy.signal import lfilter
 
+from binade.data import evidence
 from binade.data.fields import Field
 from binade.data.held_out import HeldOut, differences, held_out_gap, held_out_sentence
 
@@ -48,3 +51,17 @@ def names_gap(rng: Random, seeds: int, deviation: float, gap: float = 0.0) -> bo
 
 def names_slope(rng: Random, seeds: int, deviation: float) -> bool:
     return "changes when the tokens double" in held_out(rng, seeds, deviation)
+
+
+def correlated(rng: Random, phi: float, shape: tuple[int, int]) -> np.ndarray:
+    """Series of the AR(1) process with this autocorrelation and a deviation of 1, in rows."""
+    long = lfilter([1.0], [1.0, -phi], rng.standard_normal((shape[0], shape[1] + 200)))
+    series: np.ndarray = long[:, -shape[1] :] * math.sqrt(1 - phi**2)
+    return series
+
+
+def names_trend(rng: Random, points: int, phi: float, fall: float = 0.0, layers: int = 6) -> bool:
+    """Whether the sentence names a trend in one of the layers, which fall by so many deviations in all."""
+    rows = correlated(rng, phi, (layers, points)) - fall * np.linspace(0, 1, points)
+    items = [(f"layer {at}", evidence.trend(DB, range(points), row, "iterations")) for at, row in enumerate(rows)]
+    return "no trend over iterations" not in evidence.trends(items, "The SQNR", "over iterations", "layers")

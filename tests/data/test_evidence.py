@@ -11,6 +11,7 @@ from scipy import stats
 from binade.data import evidence
 from binade.data.evidence import GAP, Measure, Sentence, say
 from binade.data.student import noncentrality
+from binade.data.trends import taus_of
 
 DB = Measure("sqnr_db", "SQNR", "dB", low_is_bad=True, format=".1f", resolution=0.1)
 SHARE = Measure("flush_to_zero", "Flushed", "%")
@@ -36,6 +37,21 @@ class TestEstimates:
         found = evidence.mean(GAP, a).minus(evidence.mean(GAP, b))
         expected = stats.ttest_ind(a, b, equal_var=False)
         assert (found.p, found.degrees) == pytest.approx((expected.pvalue, expected.df))
+
+    def test_a_trend_is_theil_and_sens(self):
+        at, values = range(12), [30.0, 29.5, 29.7, 29.1, 28.8, 28.9, 28.2, 28.0, 27.9, 27.2, 27.4, 26.9]
+        found, slope = evidence.trend(DB, at, values, "iterations"), stats.theilslopes(values, at)[0]
+        assert found.value == pytest.approx(slope) and math.isinf(
+            found.high - found.low
+        )  # it depends on what is unknown
+        assert taus_of(np.array([values]))[0] == pytest.approx(stats.kendalltau(at, values).statistic)
+        assert found.measure.quantity(found.value) == f"−{abs(slope):.3g} dB per iteration"
+        assert stats.kendalltau(at, values).pvalue < found.p < 0.05
+        assert evidence.trend(DB, at[::-1], values[::-1], "iterations") == found  # in any order
+
+    def test_four_points_are_no_trend(self):
+        assert math.isnan(evidence.trend(DB, range(4), [4.0, 3.0, 2.0, 1.0], "layers").value)
+        assert math.isnan(evidence.trend(DB, range(5), [4.0, math.nan, 3.0, 2.0, 1.0], "layers").value)
 
     def test_holm(self):
         """R: p.adjust(c(0.001, 0.2, 0.012, 0.03, 0.004), "holm") is 0.005, 0.2, 0.036, 0.06, 0.016."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.data.null_cases import held_out, names_gap, names_slope, share
+from tests.data.null_cases import held_out, names_gap, names_slope, names_trend, share
 
 
 @pytest.mark.parametrize("deviation", [0.0, 0.008, 0.015])
@@ -27,3 +27,13 @@ def test_several_seeds_name_held_out_gaps_at_five_percent():
     assert share(60, names_gap, 3, 0.015) <= 10  # 6 of 60: 3 in 100 by chance
     assert share(60, names_slope, 3, 0.015) <= 10
     assert share(10, names_gap, 6, 0.004, 0.05) == 100
+
+
+@pytest.mark.parametrize(("points", "phi"), [(12, 0.0), (12, 0.5), (12, 0.8), (40, 0.8), (90, 0.9)])
+def test_no_trend_is_named_in_autocorrelated_values(points: int, phi: float):
+    assert share(60, names_trend, points, phi) <= 10
+
+
+@pytest.mark.parametrize(("points", "fall"), [(12, 24.0), (40, 12.0), (400, 6.0)])
+def test_a_planted_trend_is_named(points: int, fall: float):
+    assert share(20, names_trend, points, 0.0, fall) == 100

@@ -34,6 +34,7 @@ from binade.data import evidence
 from binade.data.catalog import USED, Catalog
 from binade.data.evidence import Measure, Sentence
 from binade.data.filter import Filter
+from binade.data.names import name_of
 from binade.data.run_table import OF_MODEL
 from binade.quant.normal import VS_NORMAL, normal_sqnr
 from binade.quant.specs import Spec
@@ -351,7 +352,8 @@ def _verdict(opened: Catalog, map_: Map) -> Sentence:
     said = headline_of(opened, map_)
     if said is None:
         items = [(str(row["kind"]), evidence.spread(measure, row, of)) for row in map_.kinds.to_dict("records")]
-        return evidence.extreme(items, f"median {map_.title}", lowest=measure.low_is_bad)
+        named = evidence.extreme(items, f"median {map_.title}", lowest=measure.low_is_bad)
+        return evidence.together(named, _trends(map_))
     sentence = said.sentence
     scaled = None if map_.fmt == USED else with_scale(map_.fmt)
     if scaled and str(scaled) in opened.scored_formats(map_.where) and len(map_.kinds):
@@ -365,7 +367,20 @@ def _verdict(opened: Catalog, map_: Map) -> Sentence:
             value = evidence.spread(measure, same.to_dict("records")[0], of)
             added = evidence.say(text, spec=str(scaled), kind=str(worst["kind"]), value=value, than=than)
             sentence = evidence.together(sentence, added)
-    return sentence
+    return evidence.together(sentence, _trends(map_))
+
+
+def _trends(map_: Map) -> Sentence:
+    """Which kinds of operands have a trend over the iterations that are shown, if these are enough to say so."""
+    known = map_.table.dropna(subset=["value"])
+    if map_.across == LAYER or known[ITERATION].nunique() < evidence.FEWEST:
+        return Sentence()
+    items = []
+    for (product, tensor), part in known.groupby(["product", "tensor"], sort=False):
+        medians = part.groupby(ITERATION)["value"].median()
+        slope = evidence.trend(map_.measure, medians.index, medians, "iterations")
+        items.append((name_of(None, str(product), str(tensor)), slope))
+    return evidence.trends(items, f"The {map_.title}", "over iterations", "kinds of tensors")
 
 
 def _controls(selection: Selection, values: dict[str, Any]) -> Iterator[Control]:
