@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from binade.collector import Recorder
+from tests.conftest import PROJECT
 
 SCORES = ("hifp8", "mxfp8", "mxfp4")
 
@@ -75,3 +76,15 @@ def replace(path: Path, content: bytes) -> None:
 def change_status(run: Path, **changes: object) -> None:
     path = run / "status.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def package_with_own_app(folder: Path) -> Path:
+    """The package binade in a folder, whose app can be changed."""
+    package = folder / "binade"
+    package.mkdir()
+    for path in (PROJECT / "binade").glob("*.py"):
+        shutil.copy2(path, package)
+    for name in ("quant", "data", "collector"):
+        (package / name).symlink_to(PROJECT / name)
+    shutil.copytree(PROJECT / "app", package / "app")  # with what is compiled of it
+    return package

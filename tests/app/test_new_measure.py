@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 
+from tests.app import roots
 from tests.app.reports import tensors
 from tests.conftest import run_python
 from tests.data.builder import make_run
 
 pytestmark = pytest.mark.slow
 
-PROJECT = Path(__file__).parents[2]
 MEASURE = """
 from binade.app.figure import Text
 from binade.app.measures.cells import by_cell, places
@@ -66,13 +65,7 @@ with Catalog.open(Path(sys.argv[1])) as catalog:
 
 @pytest.mark.thorough
 def test_a_new_measure_is_one_file_and_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    package = tmp_path / "binade"
-    package.mkdir()
-    for path in (PROJECT / "binade").glob("*.py"):
-        shutil.copy2(path, package)
-    for name in ("quant", "data", "collector"):
-        (package / name).symlink_to(PROJECT / name)
-    shutil.copytree(PROJECT / "app", package / "app")  # with what is compiled of it
+    package = roots.package_with_own_app(tmp_path)
     (package / "app" / "measures" / "toy.py").write_text(MEASURE)
     registry = package / "app" / "measures" / "registry.py"
     toy = "    __import__('binade.app.measures.toy', fromlist=['TOY']).TOY,\n"

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 
+from tests.app import roots
 from tests.app.reports import tensors
 from tests.conftest import run_python
 from tests.data.builder import make_run
 
 pytestmark = pytest.mark.slow
 
-PROJECT = Path(__file__).parents[2]
 COMPUTE = """
 def count(opened, where):
     return opened.tensors(where).groupby("tensor_name", dropna=False).size().rename("tensors").reset_index()
@@ -93,13 +92,7 @@ PLACES = (("map", "toy", "SELECTION"), ("explore", "toy", "BOARD"), ("tensor", "
 
 @pytest.mark.thorough
 def test_a_new_question_is_one_folder_and_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    package = tmp_path / "binade"
-    package.mkdir()
-    for path in (PROJECT / "binade").glob("*.py"):
-        shutil.copy2(path, package)
-    for name in ("quant", "data", "collector"):
-        (package / name).symlink_to(PROJECT / name)
-    shutil.copytree(PROJECT / "app", package / "app")  # with what is compiled of it
+    package = roots.package_with_own_app(tmp_path)
     registry = package / "app" / "questions" / "registry.py"
     for page, view, of in PLACES:
         folder = package / "app" / "questions" / f"{page}_toy"

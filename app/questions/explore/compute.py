@@ -4,7 +4,7 @@ each tensor's standard deviation, or by the scale of their blocks."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -119,6 +119,12 @@ class Groups:
     damaged: tuple[tuple[str, str], ...] = ()
 
 
+def has_masked_pairs(row: Mapping[Hashable, Any]) -> bool:
+    """Whether a tensor's file also has pairs of query and key that the softmax does not see, which its statistics and
+    its sketch leave out."""
+    return bool(pd.notna(row["pairs_left_out"]) and row["pairs_left_out"])
+
+
 def of_tensors(catalog: Catalog, chosen: pd.DataFrame, values: str, fmt: str) -> Groups:
     """The chosen tensors' own values; their sketches where values were not kept or cannot be read, and of maps of
     attention, whose files have masked pairs too."""
@@ -139,9 +145,7 @@ def of_tensors(catalog: Catalog, chosen: pd.DataFrame, values: str, fmt: str) ->
             continue
         distribution = None
         try:
-            if (
-                pd.isna(row["pairs_left_out"]) or not row["pairs_left_out"]
-            ):  # a file also has the pairs of a map that the softmax does not see
+            if not has_masked_pairs(row):
                 distribution = distribution_of(label, catalog.load(row["tensor_id"]), (row["mean"], row["std"]))
                 exact += distribution.exact
         except TensorFileError as error:

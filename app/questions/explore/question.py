@@ -154,9 +154,10 @@ def drawing(board: Board, values: Mapping[str, Any], ranked: pd.DataFrame) -> Dr
     opened, law = board.opened, values["law"] or LAWS[0]
     chosen = opened.rows_of(list(values["tensor"])[:MAX_SELECTED])
     if chosen.empty and values["by"] == TENSOR:
-        chosen = opened.rows_of(ranked["tensor_id"].head(DRAWN).tolist())
         if values["rounded"] == IN_FORMATS:
             chosen = first_rounded(opened, ranked)
+        else:
+            chosen = opened.rows_of(ranked["tensor_id"].head(DRAWN).tolist())
     by = TENSOR if len(chosen) else values["by"]
     looks = run_looks(every_run(opened)) if by == "run_id" else None
     tensor_of: Mapping[str, str] = {}  # of a rounded group, the name of its tensor

@@ -9,7 +9,7 @@ import pandas as pd
 
 from binade.app import style
 from binade.app.budget import BudgetError
-from binade.app.questions.explore.compute import SCALE, SIGMA, Groups, of_tensors, over
+from binade.app.questions.explore.compute import SCALE, SIGMA, Groups, has_masked_pairs, of_tensors, over
 from binade.app.questions.shared.distributions import distribution_of
 from binade.app.questions.shared.rounded import LIMIT, Recorded, applied, subject
 from binade.app.questions.shared.runs import given_names
@@ -25,8 +25,8 @@ MOST_SEARCHED = 50  # tensors, for the first that can be rounded
 def first_rounded(catalog: Catalog, ranked: pd.DataFrame) -> pd.DataFrame:
     """The row of the first listed tensor that can be rounded; of the first one if none can."""
     rows = catalog.rows_of(ranked["tensor_id"].head(MOST_SEARCHED).tolist())
-    whole = rows[rows["pairs_left_out"].isna() | (rows["pairs_left_out"] == 0)]
-    return (whole if len(whole) else rows).head(1)
+    masked = [has_masked_pairs(row) for row in rows.to_dict("records")]
+    return rows.head(1) if all(masked) else rows.iloc[[masked.index(False)]]
 
 
 def drawn_in_formats(
@@ -66,7 +66,7 @@ def in_formats(
     exact = of_values.exact
     for number, row in enumerate(chosen.to_dict("records")):
         label = labels[row["tensor_id"]]
-        if row["pairs_left_out"] and not pd.isna(row["pairs_left_out"]):
+        if has_masked_pairs(row):
             notes.append(f"{label} is not rounded: its file also has pairs that the softmax does not see.")
             continue
         try:
