@@ -123,6 +123,7 @@ def test_errors_in_one_pass(name, dtype, monkeypatch):
 @needs_compiler
 def test_errors_do_not_depend_on_the_threads_timing():
     x = torch.randn(2048, 1024).bfloat16()
+    assert cpu.kernel(cpu.unit_of(Spec.of("mxfp4"), x.dtype)) is not None  # else the first calls are summed by torch
     assert len({score(x, "mxfp4") for _ in range(20)}) == 1
 
 
