@@ -228,15 +228,10 @@ class _Read:
         """Whether all files of an import before were read again, and all its tensors that have statistics only."""
         tensors = {*map(_tensor, self.named)}
         try:
-            former = [
-                {_tensor(row) for row in read_tables(segment, run.manifest_of(name), ["tensor"])["tensor"].to_pylist()}
-                for name in run.segments
-                for segment in [run.directory / "segments" / name]
-            ]
-        except (OSError, ValueError, pa.ArrowException):  # damaged: it stays as it is
-            former = [{("",)}]
-        if all(part <= tensors for part in former):
-            return True
+            if all(_tensor(row) in tensors for name in run.segments for row in _rows_of(run, name)):
+                return True
+        except (OSError, ValueError, pa.ArrowException):
+            pass  # damaged: it stays as it is
         self.kept.append(run.run_id)
         return False
 
@@ -261,6 +256,13 @@ class _Read:
 def _named(row: TensorRow | LoggedRow, run_id: str, modules: Mapping[str, str]) -> TensorRow | LoggedRow:
     identity = replace(row.identity, module=modules.get(row.tensor_id, row.identity.module))
     return replace(row, run_id=run_id, identity=identity)
+
+
+def _rows_of(run: RunInfo, segment: str) -> list[Row]:
+    """COLUMNS of the tensors of a segment. Raises OSError, and ValueError or pa.ArrowException if it is damaged."""
+    tables = read_tables(run.directory / "segments" / segment, run.manifest_of(segment), ["tensor"])
+    rows: list[Row] = tables["tensor"].select(COLUMNS).to_pylist()
+    return rows
 
 
 def _tensor(row: Row) -> tuple[Any, ...]:
