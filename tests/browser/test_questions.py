@@ -286,7 +286,7 @@ def test_which_part_costs_the_most_loss(visitor: Visitor, catalog: Catalog):
     alone = costs[costs["only"].notna()]
     assert set(alone["only"]) == {"QK", "PV", "linear"}
     assert visitor.answer.startswith(
-        "Change of the loss by rounding alone (first iteration, on the weights and data of bf16): "
+        "Change of the loss by rounding alone (the same sequences and weights, with and without): "
     )
     bars = {mark["recipe"]: mark for mark in visitor.marks("costs") if "seeds" in mark}
     for row in costs.itertuples():
