@@ -1,5 +1,5 @@
 """Addresses and pins of earlier versions. A part of the Map that is now one of its colors opens the Map with it, and a
-pin of one of its charts shows the chart that has the same numbers. Advise and Parity are in Runs › Cost."""
+pin of one of its charts shows the chart that has the same numbers."""
 
 from __future__ import annotations
 
@@ -31,22 +31,16 @@ CHARTS: dict[str, dict[str, tuple[str, dict[str, str]]]] = {
     },
 }
 """By the former part and its chart: the chart, and the parameters that differ from PARTS."""
-COST = {("map", "advise"), ("runs", "parity")}
-"""The pages and parts that became Runs › Cost."""
-OF_ADVICE = ("budget", "by", "parts")  # parameters of the former Advise, which the page now asks for itself
 OPTIONS = {"scale_exponent": "block_scale_exponent", "crest_db": "block_crest_db"}
 """The color, by the former choice of a statistic of blocks."""
+Params = dict[str, list[str]]
 
 
-def current(
-    page: str, params: Mapping[str, list[str]], chart: str = ""
-) -> tuple[str, dict[str, list[str]], str] | None:
+def current(page: str, params: Mapping[str, list[str]], chart: str = "") -> tuple[str, Params, str] | None:
     """(the page, the parameters, the chart) of today; None if nothing has changed."""
+    if cost := _cost(page, params, chart):
+        return cost
     part = next(iter(params.get("view", ())), "")
-    if (page, part) in COST:
-        renamed = {("measured" if name == "parity" else name): list(texts) for name, texts in params.items()}
-        kept = {name: texts for name, texts in renamed.items() if page != "map" or name not in OF_ADVICE}
-        return "runs", kept | {"view": ["cost"]}, {"parity_steps": "cost_steps"}.get(chart, chart and "cost")
     if page != "map" or part not in PARTS:
         return None
     chart, more = CHARTS[part].get(chart, (chart, {}))
@@ -56,11 +50,24 @@ def current(
     return page, kept | {name: [text] for name, text in (PARTS[part] | more).items()}, chart
 
 
+def _cost(page: str, params: Mapping[str, list[str]], chart: str) -> tuple[str, Params, str] | None:
+    """What became Runs › Cost: the former Map › Advise, whose own parameters the page now asks for itself, and Runs ›
+    Parity."""
+    part = next(iter(params.get("view", ())), "")
+    if (page, part) not in {("map", "advise"), ("runs", "parity")}:
+        return None
+    left_out = {"view", "budget", "by", "parts"} if page == "map" else {"view"}
+    kept = {name: list(texts) for name, texts in params.items() if name not in {*left_out, "parity"}}
+    measured = {"measured": list(params["parity"])} if "parity" in params else {}
+    return "runs", kept | measured | {"view": ["cost"]}, "cost_steps" if chart == "parity_steps" else chart and "cost"
+
+
 def set_current(view: Any, chart: str = "") -> str:
     """Give a frozen view, while it is made, the page and the parameters of today. Returns its chart of today."""
     found = current(view.page, view.params, chart)
     if found is None:
         return chart
-    object.__setattr__(view, "page", found[0])
-    object.__setattr__(view, "params", found[1])
-    return found[2]
+    page, params, chart = found
+    object.__setattr__(view, "page", page)
+    object.__setattr__(view, "params", params)
+    return chart
