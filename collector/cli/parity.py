@@ -145,7 +145,7 @@ def _save(root: Path, label: str, facts: dict[str, Any], result: Parity, quiet: 
 
     run_id = save_parity(root, label, facts, result)
     if not quiet:
-        print_text(f"run {run_id}: Runs › Parity of the app shows it")
+        print_text(f"run {run_id}: Runs › Cost of the app shows it")
 
 
 def _causes(gaps: Sequence[GroupGap]) -> TextTable:
