@@ -7,7 +7,6 @@ from binade.app.questions.attention.question import ATTENTION
 from binade.app.questions.blocks.question import BLOCKS
 from binade.app.questions.codes.question import CODES
 from binade.app.questions.difference.question import DIFFERENCE
-from binade.app.questions.drift.question import DRIFT
 from binade.app.questions.explore.question import EXPLORE
 from binade.app.questions.map.question import MAP
 from binade.app.questions.normality.question import NORMALITY
@@ -28,7 +27,6 @@ QUESTIONS: tuple[Question, ...] = (
     WHY,
     WHAT_IF,
     NORMALITY,
-    DRIFT,
     PAIR,
     BLOCKS,
     ATTENTION,
