@@ -23,13 +23,13 @@ SKIP = (
     '<nav class="skip" aria-label="Skip to"><a href="#filter">Skip to the filter</a>'
     '<a href="#table">Skip to the table</a><a href="#charts">Skip to the charts</a></nav>'
 )
-SKIPPING = Path(__file__).with_name("skip.js").read_text(encoding="utf-8")
+SCRIPTS = "".join(Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("skip.js", "table_names.js"))
 
 
 def navigate(default: str = "map") -> None:
     """Declare the pages, so that they can link to each other, and run the page of the address."""
     st.set_page_config(page_title="Binade", page_icon=ICON, layout="wide", initial_sidebar_state="collapsed")
-    st.html(f"<script>{SKIPPING}</script>", unsafe_allow_javascript=True)
+    st.html(f"<script>{SCRIPTS}</script>", unsafe_allow_javascript=True)
     st.html(SKIP)
     known = users.sign_in()
     shows = {name: frame.page_of(name) for name in PAGES}

@@ -1,7 +1,7 @@
 """What the browser knows before the first answer of a page: where the app is, which Streamlit's page would otherwise
 find out by asking in vain beneath the address of each page but the home page (an error 404 in the console, and a round
-trip); which addresses become entries of its history; and the styles, without which the first elements would be drawn at
-places that they leave again."""
+trip); which addresses become entries of its history; the scripts of the first view; and the styles, without which the
+first elements would be drawn at places that they leave again."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from binade.app.first_scripts import links
 
 # The app is where the page's path is, without what the server was asked for: a proxy may have removed the start of it.
 # The browser, which opens the app without "/" at the end, would look for its files one level too high.
@@ -25,9 +27,9 @@ HISTORY = b"<script>" + Path(__file__).with_name("history.js").read_bytes() + b"
 
 @dataclass(frozen=True)
 class OneAddress:
-    """ASGI middleware, of requests without the path of a proxy: adds SCRIPT and HISTORY to the head of each HTML
-    document, and STYLES to the start of its body: of equal rules the last one applies, and Streamlit adds its own to
-    the head."""
+    """ASGI middleware, of requests without the path of a proxy: adds SCRIPT, HISTORY and `links` to the head of each
+    HTML document, and STYLES to the start of its body: of equal rules the last one applies, and Streamlit adds its own
+    to the head."""
 
     app: ASGIApp
 
@@ -39,6 +41,7 @@ class OneAddress:
             return await self.app(scope, receive, send)
         path = scope["path"]
         script = SCRIPT.format(home="true" if path == "/" else "false", levels=path.count("/")).encode()
+        script += HISTORY + links(path.rstrip("/").rpartition("/")[2])
         plain = [(name, value) for name, value in scope["headers"] if name not in LEFT_OUT]
         start: Message | None = None
         body = b""
@@ -54,7 +57,7 @@ class OneAddress:
             body += message.get("body", b"")
             if message.get("more_body"):
                 return
-            body = body.replace(b"<head>", b"<head>" + script + HISTORY, 1)
+            body = body.replace(b"<head>", b"<head>" + script, 1)
             body = body.replace(b"<body>", b"<body><style>" + STYLES + b"</style>", 1)
             headers = MutableHeaders(scope=start)
             headers["content-length"] = str(len(body))

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import pandas as pd
 
 from binade.app.figure import Column, Table
@@ -164,30 +163,37 @@ def steps(query: CellQuery) -> Iterator[tuple[str, Twin]]:
 def cells(measure: Measure, query: CellQuery) -> pd.DataFrame:
     """The bias or the noise of the gradients of weights: of several experts or runs their median, without an
     interval."""
-    rows = [
-        (run, twin.iteration, row.layer_index, row.module, row.expert, row.norm, value.value, value.low, value.high)
-        for run, twin in steps(query)
-        for row in twin.parameters
-        if row.layer_index and row.module and not row.name.endswith("bias")
-        for value in [bias_of(twin, row) if measure is TWIN_BIAS else noise_of(twin, row)]
-        if measure is TWIN_BIAS or twin.draws
-    ]
-    values = pd.DataFrame(rows, columns=["run_id", ITERATION, LAYER, *WEIGHT, "norm", "value", "low", "high"])
-    weights = _weights(query)
+    values, weights = _values(measure, query), _weights(query)
     by = [name for name in ("run_id", ITERATION, LAYER, *WEIGHT) if name in weights]
-    values = values.astype({name: weights[name].dtype for name in by} | dict.fromkeys(("value", "low", "high"), float))
-    table = weights.merge(values.drop(columns=[name for name in (ITERATION,) if name not in by]), on=by)
-    known = table["value"].notna()
-    ends = known & np.isfinite(table["high"] - table["low"]) & (table["high"] > table["low"])
-    table = table.assign(broken=~known & (table["norm"] > 0))
-    table[["low", "high"]] = table[["low", "high"]].where(ends)
+    values = values.astype({name: weights[name].dtype for name in by})
+    table = weights.merge(values[[*by, "value", "low", "high", "broken"]], on=by)
     groups = table.sort_values("value", ascending=False, kind="stable").groupby([*PLACE, query.across], dropna=False)
+    count = groups.size()
     found = groups[["value", "low", "high"]].median()
-    found[["low", "high"]] = found[["low", "high"]].where(groups.size() == 1)
-    found = found.where(groups["value"].count() == groups.size())
+    found["value"] = found["value"].where(groups["value"].count() == count)
+    found[["low", "high"]] = found[["low", "high"]].where(count == 1)
     return found.assign(
-        tensors=groups.size(), tensor_id=groups["tensor_id"].first(), broken=groups["broken"].sum().astype(int)
+        tensors=count, tensor_id=groups["tensor_id"].first(), broken=groups["broken"].sum().astype(int)
     ).reset_index()
+
+
+def _values(measure: Measure, query: CellQuery) -> pd.DataFrame:
+    """The gradients of weights in the twin steps: run_id, iteration, layer_index, WEIGHT, value, low, high (missing
+    without an interval) and broken (whether the recipe made it NaN or Inf)."""
+    rows = []
+    for run, twin in steps(query):
+        for row in twin.parameters:
+            if not (row.layer_index and row.module) or row.name.endswith("bias"):
+                continue
+            bias, noise = bias_of(twin, row), noise_of(twin, row)
+            if measure is TWIN_NOISE and not twin.draws:
+                continue
+            value = bias if measure is TWIN_BIAS else noise
+            ends = (value.low, value.high) if 0 < value.high - value.low < math.inf else (math.nan, math.nan)
+            broken = row.norm > 0 and math.isnan(bias.value)
+            rows.append((run, twin.iteration, row.layer_index, row.module, row.expert, value.value, *ends, broken))
+    columns = ["run_id", ITERATION, LAYER, *WEIGHT, "value", "low", "high", "broken"]
+    return pd.DataFrame(rows, columns=columns).astype({"value": float, "low": float, "high": float, "broken": bool})
 
 
 def _weights(query: CellQuery) -> pd.DataFrame:
