@@ -12,6 +12,7 @@ from binade.app.measures.registry import MAP_MEASURES
 from binade.app.sessions.session import Pin
 from binade.app.view import View
 from binade.data.catalog import Catalog
+from binade.data.filter import Filter
 from binade.data.twin import GradientTwin, Twin, append_twin
 from tests.data.builder import make_run
 
@@ -47,7 +48,7 @@ def test_the_page_of_a_twin_step_is_a_color_of_its_run(tmp_path: Path):
     append_twin(run.directory, Twin(0, 5.0, (0.25,), False, (row, fc1)))
     other = make_run(tmp_path, [(torch.randn(32, 64), {"format": "mxfp4"})])
     with Catalog.open(tmp_path) as opened:
-        tensor = opened.tensors()["tensor_id"][0]
+        tensor = opened.tensors(Filter(run_id=(run.run_id,)))["tensor_id"][0]
         assert tensor.startswith(f"{run.run_id}/")
         for params in ({"tensor": [tensor]}, {"against": [run.run_id], "tensor": ["other/x"]}):
             pin = Pin("tensor", {"view": ["drift"], "module": ["fc1"], **params}, "twin")
