@@ -64,6 +64,7 @@ export class Plot {
                 const key = JSON.stringify([wanted.spec, wanted.height, wanted.marked, Object.keys(wanted.tables), dark]);
                 if (this.key === key) await this.replace(wanted.tables);
                 else await this.build(wanted, dark);
+                this.describe(wanted.alt);
                 Object.assign(this, { key, dark, shown: wanted, tables: wanted.tables });
             }
         } catch (error) {
@@ -76,7 +77,7 @@ export class Plot {
         }
     }
 
-    async build({ spec, tables, height, alt, selections }, dark) {
+    async build({ spec, tables, height, selections }, dark) {
         if (!window.vegaEmbed) await (window.binadeVega ??= import(this.server + VEGA));
         const lite = JSON.parse(spec), theme = dark ? 'dark' : 'light';
         this.fitted = isFitted(lite);
@@ -86,8 +87,13 @@ export class Plot {
         this.view?.finalize();
         const options = { mode: 'vega-lite', actions: false, renderer: 'svg', tooltip: { theme }, logLevel: 1 };
         ({ view: this.view } = await window.vegaEmbed(this.node, { ...lite, ...size, config, datasets }, options));
-        this.node.querySelector('svg').setAttribute('aria-label', alt);
         for (const name of selections) this.listen(name);
+    }
+
+    // Vega names the picture and what is around it.
+    describe(alt) {
+        this.view.description(alt);
+        this.node.querySelector('svg').setAttribute('aria-label', alt);
     }
 
     replace(tables) {

@@ -90,7 +90,7 @@ def routes(base_path: str) -> list[Route]:
 
 # one_address.py says where the app is, also behind a proxy that removes a prefix.
 _LOADER = """
-const scripts = window.__streamlit.BACKEND_BASE_URL + '%s%s/';
+const scripts = window.__streamlit.BACKEND_BASE_URL + '%s';
 const loaded = import(scripts + '%s.js');
 export default function (component) {
     let left = false, leave;
@@ -103,10 +103,15 @@ export default function (component) {
 """
 
 
+def address() -> str:
+    """Where the scripts are, beneath the address of the app."""
+    return f"{PATH}{_version()}/"
+
+
 def component(name: str, css: str = "") -> Callable[..., Any]:
     """A component whose script is `name`.js; its default export takes Streamlit's component, whose root is an element
     of this class, and the address of the scripts. css: what its place looks like before the script is here."""
-    script = _LOADER % (PATH, _version(), name)
+    script = _LOADER % (address(), name)
     html = f'<div class="{name}" data-state="drawing"></div>'
     # In the page itself: the browser's search, screen readers and scripts of others find what is drawn.
     return st.components.v2.component(

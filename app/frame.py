@@ -47,6 +47,8 @@ def opens(name: str) -> Callable[[], None]:
 
 def _show(name: str) -> None:
     page, view = PAGES[name], address.current(name)
+    if view.page != name:  # an address of an earlier version
+        address.go(view)
     st.session_state[address.VIEW] = view  # also if the part is refused
     place = header.links(view)
     open_session.notices()

@@ -10,6 +10,9 @@ _TERMS = {
     "forward, dgrad and wgrad GEMMs.",
     "binade": "The floats that share an exponent: from one power of two up to the next.",
     "block": "Values that share a scale: 32 neighbors in MX formats, 16 in NVFP4, or a rectangle such as 128x128.",
+    "cell": "A square of the Map: an operand of a GEMM in a layer or iteration. A tensor that two GEMMs take is an "
+    "operand of each and has a cell in each; a result of a GEMM has none. If 108 of 210 tensors are operands of two "
+    "GEMMs each, the Map has 216 cells.",
     "codebook": "All values that a format can represent, before the scale.",
     "dgrad": "The GEMM of the backward pass that computes the gradient of a layer's input, from the gradient of its "
     "output and its weight.",

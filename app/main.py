@@ -23,7 +23,7 @@ SKIP = (
     '<nav class="skip" aria-label="Skip to"><a href="#filter">Skip to the filter</a>'
     '<a href="#table">Skip to the table</a><a href="#charts">Skip to the charts</a></nav>'
 )
-SCRIPTS = "".join(Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("history.js", "skip.js"))
+SCRIPTS = "".join(Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("skip.js", "table_names.js"))
 
 
 def navigate(default: str = "map") -> None:

@@ -1,6 +1,7 @@
 """What the browser knows before the first answer of a page: where the app is, which Streamlit's page would otherwise
 find out by asking in vain beneath the address of each page but the home page (an error 404 in the console, and a round
-trip), and the styles, without which the first elements would be drawn at places that they leave again."""
+trip); which addresses become entries of its history; the scripts of the first view; and the styles, without which the
+first elements would be drawn at places that they leave again."""
 
 from __future__ import annotations
 
@@ -9,6 +10,8 @@ from pathlib import Path
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from binade.app.first_scripts import links
 
 # The app is where the page's path is, without what the server was asked for: a proxy may have removed the start of it.
 # The browser, which opens the app without "/" at the end, would look for its files one level too high.
@@ -19,12 +22,14 @@ window.__streamlit = {{BACKEND_BASE_URL: location.origin + parts.slice(0, -{leve
 }}</script>"""
 LEFT_OUT = (b"accept-encoding", b"range", b"if-none-match", b"if-modified-since", b"if-range")  # of a request
 STYLES = Path(__file__).with_name("app.css").read_bytes()
+HISTORY = b"<script>" + Path(__file__).with_name("history.js").read_bytes() + b"</script>"
 
 
 @dataclass(frozen=True)
 class OneAddress:
-    """ASGI middleware, of requests without the path of a proxy: adds SCRIPT to the head of each HTML document, and
-    STYLES to the start of its body: of equal rules the last one applies, and Streamlit adds its own to the head."""
+    """ASGI middleware, of requests without the path of a proxy: adds SCRIPT, HISTORY and `links` to the head of each
+    HTML document, and STYLES to the start of its body: of equal rules the last one applies, and Streamlit adds its own
+    to the head."""
 
     app: ASGIApp
 
@@ -36,6 +41,7 @@ class OneAddress:
             return await self.app(scope, receive, send)
         path = scope["path"]
         script = SCRIPT.format(home="true" if path == "/" else "false", levels=path.count("/")).encode()
+        script += HISTORY + links(path.rstrip("/").rpartition("/")[2])
         plain = [(name, value) for name, value in scope["headers"] if name not in LEFT_OUT]
         start: Message | None = None
         body = b""
@@ -55,7 +61,7 @@ class OneAddress:
             body = body.replace(b"<body>", b"<body><style>" + STYLES + b"</style>", 1)
             headers = MutableHeaders(scope=start)
             headers["content-length"] = str(len(body))
-            for name in ("etag", "last-modified"):  # of the file, which does not change when STYLES do
+            for name in ("etag", "last-modified"):  # of the file, which does not change when what is added does
                 del headers[name]
             await send(start)
             await send({"type": "http.response.body", "body": body})

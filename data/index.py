@@ -113,8 +113,10 @@ class Index:
         snapshot = self.current
         if not snapshot:
             return self._version, self._progress
-        with self.cursor():
-            return snapshot.versions
+        if snapshot.cursor is None:
+            with self.cursor():  # begins it
+                pass
+        return snapshot.versions
 
     def _begin(self, snapshot: Snapshot) -> duckdb.DuckDBPyConnection:
         """The snapshot's cursor, whose transaction begins with its first use. The caller holds the gate."""

@@ -8,6 +8,7 @@ from binade.app.measures.effect import EFFECT, PARITY
 from binade.app.measures.gradients import GRADIENT_TO_NOISE
 from binade.app.measures.map_measure import MapMeasure
 from binade.app.measures.results import RESULT, RESULT_GAIN
+from binade.app.measures.twin_step import OF_TWIN_STEPS
 from binade.app.measures.values import OF_ERRORS, OF_STATISTICS, OF_TENSOR_SCALE
 from binade.app.measures.weights import EDGE_EXCESS, OSCILLATING
 from binade.data.catalog import Catalog
@@ -15,7 +16,7 @@ from binade.data.fields import MEASURES
 
 _ALL = (
     *OF_ERRORS, EFFECT, PARITY, RESULT, RESULT_GAIN, *OF_BLOCKS, OUTLIER_PERSISTENCE, HOT_RATIO,
-    OSCILLATING, EDGE_EXCESS, GRADIENT_TO_NOISE, OF_TENSOR_SCALE, *OF_STATISTICS,
+    OSCILLATING, EDGE_EXCESS, GRADIENT_TO_NOISE, *OF_TWIN_STEPS, OF_TENSOR_SCALE, *OF_STATISTICS,
 )  # fmt: skip
 MAP_MEASURES: dict[str, MapMeasure] = {one.measure.key: one for one in _ALL}
 DEFINED = MEASURES | {name: one.measure for name, one in MAP_MEASURES.items()}

@@ -7,7 +7,6 @@ from binade.app.questions.blocks.question import BLOCKS
 from binade.app.questions.codes.question import CODES
 from binade.app.questions.cost.question import COST
 from binade.app.questions.difference.question import DIFFERENCE
-from binade.app.questions.drift.question import DRIFT
 from binade.app.questions.explore.question import EXPLORE
 from binade.app.questions.map.question import MAP
 from binade.app.questions.normality.question import NORMALITY
@@ -26,7 +25,6 @@ QUESTIONS: tuple[Question, ...] = (
     WHY,
     WHAT_IF,
     NORMALITY,
-    DRIFT,
     PAIR,
     BLOCKS,
     ATTENTION,

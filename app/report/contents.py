@@ -29,7 +29,7 @@ FOLDERS = {"map": "heatmaps", "explore": "distributions", "recipes": "comparison
 OF_FORMAT = ("sqnr_vs_normal", "sqnr_db", "flushed_error_share", "saturated_error_share")
 OF_VALUES = ("absmax", "dynamic_range", "crest_factor", "zero_share")
 MOST_ROWS = 200  # of a table
-CHOSEN = ("normality", "drift", "pair")  # compare a tensor with one that must be chosen
+CHOSEN = ("normality", "pair")  # compare a tensor with one that must be chosen
 
 
 def contributions(opened: Catalog, where: Filter, command: str) -> Iterator[Section]:

@@ -14,9 +14,9 @@ from scipy import stats
 
 from binade.app.pages.registry import PAGES
 from binade.app.questions.blocks.compute import block_table
-from binade.app.questions.drift.compute import three_way
 from binade.app.questions.map.question import MAP
 from binade.app.questions.map.standing_out import FAR
+from binade.app.questions.pair.three_way import three_way
 from binade.app.questions.recipes.question import RECIPES
 from binade.app.questions.shared import laws
 from binade.app.questions.shared.distribution_charts import quartile_line

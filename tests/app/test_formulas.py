@@ -20,7 +20,7 @@ from binade.app.measures.registry import MAP_MEASURES
 from binade.app.questions.attention import compute as attention_compute
 from binade.app.questions.blocks import compute as blocks_compute
 from binade.app.questions.codes import compute as codes_compute
-from binade.app.questions.drift import compute as drift_compute
+from binade.app.questions.pair.three_way import three_way
 from binade.app.questions.recipes.question import cost
 from binade.app.questions.shared import distributions, laws
 from binade.app.questions.shared.distributions import distribution_of
@@ -765,7 +765,7 @@ class TestRecipes:
         where = {"tensor_name": ["grad_weight"], "module": ["fc1"], "iteration": [0]}
         ids = {name: first(catalog, run_id=[runs[name]], **where) for name in ("bf16", "mxfp4")}
         a, b = catalog.load(ids["bf16"]), catalog.load(ids["mxfp4"])
-        found = drift_compute.three_way(a, b, "mxfp4")
+        found = three_way(a, b, "mxfp4")
         rows = found.table.set_index("what")
         assert rows.loc["rounding", "sqnr_db"] == errors(a, quant.fake_quantize(a, "mxfp4")).sqnr_db
         assert rows.loc["drift", "relative_error"] == errors(a, b).relative_error
@@ -774,12 +774,12 @@ class TestRecipes:
 
     def test_verdicts(self):
         x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
-        assert "Rounding alone" in drift_compute.three_way(x, x, "mxfp4").verdict
-        assert "Mostly drift" in drift_compute.three_way(x, x + torch.randn_like(x), "mxfp8").verdict
-        assert "has drifted" in drift_compute.three_way(x, x * 1.5, "bf16").verdict
-        same = drift_compute.three_way(x, x + torch.randn_like(x), "mxfp8", equal_weights=True).verdict
+        assert "Rounding alone" in three_way(x, x, "mxfp4").verdict
+        assert "Mostly drift" in three_way(x, x + torch.randn_like(x), "mxfp8").verdict
+        assert "has drifted" in three_way(x, x * 1.5, "bf16").verdict
+        same = three_way(x, x + torch.randn_like(x), "mxfp8", equal_weights=True).verdict
         assert same.startswith("Propagated rounding") and "drift" not in same
-        assert "Cannot compare" in drift_compute.three_way(torch.zeros(4, 4), torch.zeros(4, 4), "mxfp4").verdict
+        assert "Cannot compare" in three_way(torch.zeros(4, 4), torch.zeros(4, 4), "mxfp4").verdict
 
     def test_a_pv_run_is_named_by_what_it_rounds(self, catalog):
         runs, parts = catalog.runs(), catalog.parts()

@@ -183,13 +183,13 @@ def smaller(collected: Path, tmp_path_factory: pytest.TempPathFactory):
         yield opened
 
 
-EXPLORE, DRIFT = {"by": ["operation"]}, {"view": ["drift"], "recipe": ["mxfp8"]}
+EXPLORE, PAIR = {"by": ["operation"]}, {"view": ["pair"], "recipe": ["mxfp8"]}
 KEPT = [
     ("map", {}),
     ("map", {"across": ["iteration"]}),
     ("explore", EXPLORE),
     ("explore", EXPLORE | {"by": ["recipe"], "layer_index": ["1"]}),
-    ("tensor", DRIFT),
+    ("tensor", PAIR),
     ("runs", {"view": ["recipes"], "quant_type": ["mxfp8"]}),
     ("runs", {}),
 ]
@@ -229,7 +229,6 @@ def test_nothing_is_drawn_in_the_stead_of_what_is_gone(catalog: Catalog, collect
         ("explore", {"view": ["of another time"]}),
         ("tensor", {"tensor": ["nope/x"]}),
         ("tensor", {"tensor": [here], "view": ["pair"], "other": ["nope/x"]}),
-        ("tensor", {"tensor": [here], "view": ["drift"], "against": ["gone_run"]}),
         ("tensor", {"tensor": [here], "tensor_name": ["query"]}),
         ("map", {"metric": ["of another time"]}),
         ("map", {"versus": ["gone_run"]}),
@@ -262,7 +261,7 @@ def test_the_runs_and_tensors_behind_a_pin(catalog: Catalog):
     assert set(pins.runs_of(catalog, [recipes])) == {runs["mxfp4"], runs["bf16"]}
     assert set(pins.runs_of(catalog, [Pin("notebook", {"view": ["sql"], "q": ["SELECT 1"]})])) == set(runs)
     assert pins.runs_of(catalog, []) == [] == pins.tensors_of(catalog, [Pin("map", {}), Pin("explore", EXPLORE)])
-    read = pins.tensors_of(catalog, [Pin("tensor", {"view": ["drift"], "recipe": ["mxfp4"]}, "three_way")])
+    read = pins.tensors_of(catalog, [Pin("tensor", {"view": ["pair"], "recipe": ["mxfp4"]}, "magnitudes")])
     assert {tensor_id.partition("/")[0] for tensor_id in read} == {runs["mxfp4"], runs["bf16"]}
 
 

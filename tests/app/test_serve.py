@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 import pytest
@@ -12,6 +13,7 @@ from streamlit import config
 from streamlit.web import bootstrap, cli
 
 from binade.app.cli import _options, _settings
+from binade.app.first_scripts import STATIC, links
 from binade.app.one_address import OneAddress
 from binade.app.sharing import SharingError, address_of, sharing_of
 from binade.cli import main
@@ -109,3 +111,17 @@ def test_a_viewer_can_launch_nothing(tmp_path, monkeypatch):
 def test_a_public_address_without_users(capsys):
     assert main(["serve", "--host", "0.0.0.0", "--port", str(free_port())]) == 2
     assert "docs/serving.md" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("page", "charts"), [("", False), ("explore", True), ("tensor", True), ("runs", False)])
+def test_the_document_names_the_scripts_of_the_first_view(page: str, charts: bool):
+    """Each exists, once, and is a script that the document does not name itself."""
+    names = re.findall(r'href="\./([^"]+)"', links(page).decode())
+    assert len(set(names)) == len(names) > 20
+    ours = [name.rpartition("/")[2] for name in names if not name.startswith("static/")]
+    assert ("vega.js" in ours) == charts
+    theirs = [name for name in names if name.startswith("static/")]
+    assert all((STATIC / name).is_file() for name in theirs)
+    assert any("/BidiComponent." in name for name in theirs)
+    document = (STATIC / "index.html").read_text()
+    assert not any(name in document for name in theirs)

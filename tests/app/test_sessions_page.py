@@ -146,7 +146,7 @@ def test_a_run_that_came_later_is_said_and_not_in_its_pins(visit: Visit, root: P
         assert len(pins.refreshed(catalog, wanted).runs) == 4
         pinned = next(report.contributions(catalog, now, "")).figures[0]
     assert written.runs == 3 and pinned.caption == seen.caption
-    at = visit(root, "tensor", session=one.id, view="drift")
+    at = visit(root, "tensor", session=one.id, view="pair")
     at.session_state["pin_first"] = True  # the key p
     assert "now includes 1 more run" in words(rerun(rerun(at)))
     assert len(storage.load(root, one.id).session.runs) == 4
@@ -303,7 +303,7 @@ def test_a_session_of_a_page_that_is_not_served(visit: Visit, root: Path, monkey
 
 def test_a_name_is_text_wherever_it_is_told(visit: Visit, root: Path):
     one = saved(root, "![p](http://203.0.113.7/n.png) <b>*x*</b> [a](b)")
-    at = visit(root, "tensor", session=one.id, view="drift")
+    at = visit(root, "tensor", session=one.id, view="pair")
     at.session_state["pin_first"] = True  # the key p
     told = [toast.value for toast in rerun(at).toast]
     at = sessions_page(visit, root)
@@ -326,7 +326,7 @@ def test_a_damaged_session_is_named(visit: Visit, root: Path):
 
 @pytest.mark.thorough
 def test_a_report_says_which_runs_are_only_baselines(root: Path):
-    one = saved(root, pins=(Pin("tensor", {"view": ["drift"], "recipe": ["mxfp4"]}, "three_way"),))
+    one = saved(root, pins=(Pin("tensor", {"view": ["pair"], "recipe": ["mxfp4"]}, "magnitudes"),))
     with Catalog.open(root) as catalog:
         runs = report.runs_of(catalog, one).set_index("recipe")["shown"]
         (table, *_) = [t for s in report.contributions(catalog, one, "") for t in s.tables if t.name == "runs"]
@@ -336,7 +336,7 @@ def test_a_report_says_which_runs_are_only_baselines(root: Path):
 
 @pytest.mark.thorough
 def test_a_session_goes_to_another_root_with_its_runs(root: Path, tmp_path: Path):
-    one = saved(root, pins=(Pin("tensor", {"view": ["drift"], "recipe": ["mxfp4"]}, "three_way"),))
+    one = saved(root, pins=(Pin("tensor", {"view": ["pair"], "recipe": ["mxfp4"]}, "magnitudes"),))
     with Catalog.open(root) as catalog:
         written = storage.export_bundle(catalog, one, tmp_path / "a.zip")
     assert (written.runs, written.with_values) == (2, 2)  # the tensor's run, and the bf16 run it is compared with

@@ -69,6 +69,24 @@ def test_axe_finds_nothing_serious_and_a_phone_shows_all(visit: Callable[..., Pa
     assert csv and not any(csv)  # Streamlit's own CSV of a table, which contains formulas
 
 
+NAMED = {"grid", "table", "list", "listbox", "radiogroup", "combobox", "slider", "graphics-document", "img", "image"}
+
+
+@pytest.mark.parametrize("path", ["/", "/explore", "/tensor", "/tensor?view=whatif", "/tensor?view=pair"])
+def test_grids_lists_and_charts_have_names(visit: Callable[..., Page], path: str):
+    """In the tree that Chromium gives to screen readers, each has one, and no two grids or charts have the same."""
+    page = visit(path)
+    client = page.context.new_cdp_session(page)
+    seen = [
+        (node["role"]["value"], node.get("name", {}).get("value", "").strip())
+        for node in client.send("Accessibility.getFullAXTree")["nodes"]
+        if not node["ignored"] and node["role"]["value"] in NAMED
+    ]
+    assert [role for role, name in seen if not name or name == "Vega visualization"] == []
+    drawn = [name for role, name in seen if role in ("grid", "graphics-document")]
+    assert len(drawn) >= 3 and len(set(drawn)) == len(drawn)
+
+
 # The sum of Chrome's scores, of all that moved without a click.
 MOVED = """() => new Promise(done => new PerformanceObserver(list => done(list.getEntries()
     .filter(entry => !entry.hadRecentInput).reduce((sum, entry) => sum + entry.value, 0)))

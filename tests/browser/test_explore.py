@@ -190,10 +190,11 @@ def test_a_run_collected_meanwhile_shows_itself_and_what_is_selected_stays(
 
 
 def bars(page: Page) -> list[tuple[float, dict[str, float]]]:
-    """The bars of the first chart from left to right: where each starts (log₂), and its rectangle in the window."""
+    """The bars of the values in the first chart from left to right: where each starts (log₂), and its rectangle in the
+    window."""
     chart = page.locator(".chart").first
     chart.scroll_into_view_if_needed()
-    found = chart.locator("path[aria-label*='log₂ from']").evaluate_all(
+    found = chart.locator("path[aria-label*='log₂ from'][aria-label*='share of values']").evaluate_all(
         "paths => paths.map(path => [path.getAttribute('aria-label'), path.getBoundingClientRect().toJSON()])"
     )
     starts = [number(re.search(r"log₂ from: ([^;]+)", label)[1]) for label, _ in found]

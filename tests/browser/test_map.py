@@ -51,6 +51,14 @@ def press_key(page: Page, key: str) -> None:
     settle(page)
 
 
+def reload(page: Page) -> None:
+    """Load the page again, which adds nothing to the browser's history."""
+    before = page.evaluate("history.length")
+    page.reload()
+    settle(page)
+    assert page.evaluate("history.length") == before
+
+
 def fc1_input(catalog: Catalog, run: str, layer: int, iteration: int) -> str:
     where = Filter(run_id=(run,), layer_index=(layer,), module=("fc1",), tensor_name=("input",), iteration=(iteration,))
     (tensor_id,) = catalog.tensors(where)["tensor_id"]
@@ -79,9 +87,9 @@ def test_a_cell_is_read_chosen_and_opened(visit: Visit, catalog: Catalog, run: s
         assert f"{name} · forward GEMM" in panel(page)
     assert query(page)["cell"] == "forward/fc1/input/1" and f"{sqnr[1]:.1f} dB" in panel(page)
 
-    page.reload()
-    settle(page)
-    assert query(page)["cell"] == "forward/fc1/input/1" and "L1 fc1 input · forward GEMM" in panel(page)
+    reload(page)
+    assert query(page)["cell"] == "forward/fc1/input/1" and query(page)["run_id"] == run
+    assert "L1 fc1 input · forward GEMM" in panel(page)
 
     page.get_by_role("button", name="Open tensor").click()
     page.wait_for_url("**/tensor?**")
@@ -141,9 +149,10 @@ def test_the_scope_is_chosen_in_the_bar_and_stays(visit: Visit, catalog: Catalog
     last = flushed(1)
     assert first.endswith("%") and last.endswith("%") and "not" not in first + last
 
-    page.reload()
-    settle(page)
-    assert query(page) == chosen | {"iteration": "1"} and legend.inner_text().startswith("Flushed to zero in nvfp4")
+    reload(page)  # in a new session, the run that was shown is named, and stays
+    assert query(page) == chosen | {"iteration": "1", "run_id": run} and legend.inner_text().startswith(
+        "Flushed to zero in nvfp4"
+    )
     assert "L2 fc1 input · forward GEMM" in panel(page) and slider.input_value() == "1"
     page.go_back()
     settle(page)
@@ -186,7 +195,7 @@ def test_a_variant_chosen_in_what_if_holds_on_other_pages(visit: Visit, catalog:
     table.scroll_into_view_if_needed()
     page.wait_for_timeout(500)  # a table is drawn after it is there
     table.click(position={"x": 18, "y": 35 * 2 + 17})  # the second row's box
-    page.wait_for_url("**format=**")
+    page.wait_for_url("**&format=mxfp4%28**")
     settle(page)
     assert query(page)["format"] == "mxfp4(block=16x16)" and query(page)["tensor"] == tensor_id
     press(page, "In the format")

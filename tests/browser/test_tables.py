@@ -85,3 +85,35 @@ def test_no_cell_of_a_table_is_cut(visit: Callable[..., Page], app: str):
         assert len(drawn) > 20 and all(cell["width"] for cell in drawn), name
         found[name] = cut(drawn)
     assert found == {name: [] for name in PARTS}
+
+
+# Buttons that the toolbar that is shown lies over.
+COVERED = """() => {
+    const box = element => element.getBoundingClientRect();
+    const seen = element => element.checkVisibility({opacityProperty: true}) && box(element).width > 0;
+    const bars = [...document.querySelectorAll('[data-testid=stElementToolbar]')].filter(seen).map(box);
+    const all = [...document.querySelectorAll('[data-testid=stMain] :is(button, a, input, summary)')].filter(
+        element => seen(element) && !element.closest('[data-testid=stElementToolbar]'));
+    return [bars.length, all.filter(element => bars.some(bar => {
+        const { left, right, top, bottom } = box(element);
+        return left < bar.right && bar.left < right && top < bar.bottom && bar.top < bottom;
+    })).map(element => element.innerText || element.ariaLabel)];
+}"""
+
+
+@pytest.mark.thorough
+def test_the_toolbar_of_a_table_covers_no_button(visit: Callable[..., Page], app: str):
+    """The tables of a tensor, at the start of a section or between other things, and of runs."""
+    page = visit()
+    covered = {}
+    for path in ("/tensor?format=mxfp4", ADDRESSES["tensor-blocks"], ADDRESSES["tensor-pair"], ADDRESSES["runs-table"]):
+        page.goto(app + path)
+        settle(page)
+        tables = page.get_by_test_id("stDataFrame").filter(visible=True).all()
+        assert tables, path
+        for number, table in enumerate(tables):
+            table.scroll_into_view_if_needed()
+            table.hover()
+            page.wait_for_function(f"() => ({COVERED})()[0] === 1")
+            covered[path, number] = page.evaluate(COVERED)[1]
+    assert len(covered) > 4 and not any(covered.values()), covered

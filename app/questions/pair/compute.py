@@ -12,6 +12,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from binade.app.questions.shared.runs import every_run
 from binade.app.questions.why.compute import cell_of, rows_by_channels
 from binade.data.catalog import TWIN_FIELDS, Catalog
 from binade.data.filter import Filter
@@ -21,8 +22,8 @@ CHUNK = 1 << 22  # values that are compared at once
 
 
 def default_other(opened: Catalog, values: Mapping[str, Any]) -> str | None:
-    """The same operand in the newest other run, else at the nearest other iteration of its run, else of the next layer;
-    only with values on disk. None if there is none."""
+    """The same operand in the bf16 run on the same data, else in the newest other run, else at the nearest other
+    iteration of its run, else of the next layer; only with values on disk. None if there is none."""
     tensor_id = values["tensor"]
     return opened.kept(("other", tensor_id), lambda: _other(opened, tensor_id)) if tensor_id else None
 
@@ -31,7 +32,13 @@ def _other(opened: Catalog, tensor_id: str) -> str | None:
     row = opened.rows_of([tensor_id]).iloc[0]
     twins = opened.twins(tensor_id)
     twins = twins[(twins["run_id"] != row["run_id"]) & twins["run_id"].isin(opened.runs()["run_id"])]
-    for rows in (twins, _alike(opened, row, "iteration"), _alike(opened, row, "layer_index")):
+    references = every_run(opened).set_index("run_id").at[row["run_id"], "references"]
+    for rows in (
+        twins[twins["run_id"].isin(references)],
+        twins,
+        _alike(opened, row, "iteration"),
+        _alike(opened, row, "layer_index"),
+    ):
         if (candidates := rows.loc[rows["path"].notna(), "tensor_id"]).size:
             return str(candidates.iloc[0])
     return None

@@ -1,4 +1,5 @@
-"""How does a tensor differ from another? Statistics, distributions, and the difference by element."""
+"""How does a tensor differ from another? Statistics, distributions, the difference by element and, of a bf16 and a
+quantized run, whether it is rounding or drift."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from binade.app.figure import Column, Drawn, Figure, Item, Table, grid
 from binade.app.params import known_tensor
 from binade.app.questions.pair import compute
 from binade.app.questions.pair.compute import Between
+from binade.app.questions.pair.three_way import ThreeWay, table_of, three_way_of
 from binade.app.questions.question import Question
 from binade.app.questions.shared import distribution_charts, distributions, laws
 from binade.app.questions.shared.distributions import Distribution
@@ -76,9 +78,16 @@ def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
     ]
     if all(distribution.total for distribution in lie):
         verdict = together(verdict, _distances(lie[0], lie[1]))
-    items: tuple[Item, ...] = (*_magnitudes(lie, source), _statistics(pair), *_quantiles(lie, source), *heat)
+    drift = three_way_of(selected, other) if between else None
+    drawn, tables = lie, [_statistics(pair)]
+    if isinstance(drift, ThreeWay):
+        verdict = together(verdict, drift.verdict)
+        drawn = [*lie, distributions.distribution_of(f"bf16 run, rounded to {drift.format}", drift.rounded)]
+        tables.append(table_of(drift))
+    items: tuple[Item, ...] = (*_magnitudes(drawn, source), *tables, *_quantiles(lie, source), *heat)
     nothing = "No distribution is drawn: neither tensor has a finite value."
-    return Drawn(items, verdict, () if any(distribution.total for distribution in lie) else (nothing,))
+    problems = () if any(distribution.total for distribution in lie) else (nothing,)
+    return Drawn(items, verdict, (*problems, drift) if isinstance(drift, str) else problems)
 
 
 def _verdict(between: Between, pair: dict[str, SelectedTensor]) -> Sentence:
@@ -140,7 +149,7 @@ def _heat(between: Between, selected: SelectedTensor, source: str) -> Figure:
 
 
 def _magnitudes(lie: list[Distribution], source: str) -> list[Figure]:
-    """The distributions of both on shared axes."""
+    """The distributions on shared axes."""
     table = distributions.log2_histogram([distribution for distribution in lie if distribution.total])
     if table.empty:
         return []
@@ -198,7 +207,8 @@ PAIR = Question(
     text="How does it differ from another tensor?",
     title="Another tensor",
     icon=":material/compare_arrows:",
-    help="Statistics and distributions of two tensors, and their difference, value by value",
+    help="Statistics and distributions of two tensors, their difference by value and, of a bf16 and a quantized run, "
+    "whether it is rounding or drift",
     page="tensor",
     of=Of.TENSOR,
     view="pair",

@@ -32,6 +32,11 @@ LARGE = 1 << 24  # values whose outliers take too long to count
 NAMED = 0.1  # the share of the error from which a value, column or row is named
 VALUE = Measure("value", "Value", "")
 PART = Measure("share", "Share", "%")  # of a range, which may hold little
+AREAS = "Areas: shares of the squared error of all values, by the binade of the magnitude over its scale."
+OUTCOMES = (
+    "Flushed: nonzero values that become 0; saturated: above the largest code; within the grid: rounded to a "
+    "neighboring code."
+)
 RANGE = Control(
     name="range", label="Range of magnitudes", param=Range(), inline=True,
     help="log₂ of |value / scale|, from low up to but not including high: which rows, columns and blocks hold it",
@@ -92,11 +97,7 @@ def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
         sqnr, _ = total_sqnr(selected, selected.rounded(scaled))
         verdict = together(verdict, with_scale_it_has(scaled, exact(MEASURES["sqnr_db"], sqnr)))
     table = compute.codebook_histogram(subject)
-    caption = (
-        f"{selected.source(subject.note or 'exact')}\n{about_format(selected.spec)}. Areas: shares of the squared "
-        "error of all values, by the binade of the magnitude over its scale. Flushed: nonzero values that become 0; "
-        "saturated: above the largest code; within the grid: rounded to a neighboring code."
-    )
+    caption = f"{selected.source(subject.note or 'exact')}\n{about_format(selected.spec)}."
     items: list[Item] = [facts(selected)]
     chosen, problems = _chosen(selected, subject, values)
     if table.empty:
@@ -225,6 +226,7 @@ def _codebook(
     error = compute.error_by_binade(causes, edges[1])
     words_of = charts.shares_of_error(causes.shares)
     label = f"{selected.label} · {subject.note or 'all values'}"
+    meaning = AREAS
     if chosen.of is not None:
         only, behind = f"{chosen.channel} only", table
         table, zones = compute.codebook_histogram(subject, chosen.of), compute.zones(subject, chosen.of)
@@ -232,9 +234,10 @@ def _codebook(
         error = error.head(0)
         of = f"the {int(chosen.of.sum()):,} values of {chosen.channel}"
         label = f"{selected.label} · {of}{f' in {subject.note}' if subject.note else ''}"
-        caption += f"\nBars, and flushed and saturated as shares of the values: of {of}. Grey: of all values."
+        meaning = f"Bars, and flushed and saturated as shares of the values: of {of}. Grey: of all values."
     zeros = float(zones.set_index("zone")["share"]["zero"])
     zero = say("Zeros, {zero} of the values, have no magnitude.", zero=exact(SHARE, zeros)) if zeros else ""
+    caption = f"{caption}\n{meaning} {OUTCOMES}"
     chart = charts.codebook(table, error, words_of, selected.spec, edges, label, only, behind, chosen.range)
     drawn = pd.concat([table.assign(of="values"), error.rename(columns={"cause": "of"})], ignore_index=True)
     left = table["low"] < charts.shown(table if behind is None else behind, error, edges)[0]

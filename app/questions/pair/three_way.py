@@ -1,22 +1,45 @@
-"""A tensor of the bf16 run, the same tensor rounded, and its twin of a quantized run."""
+"""Is it the format's rounding, or has the run drifted? A tensor of the bf16 run, the same tensor rounded, and that of a
+quantized run on the same data."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pandas as pd
 from torch import Tensor
 
 from binade import quant
-from binade.app.questions.shared.distributions import Distribution, distribution_of
+from binade.app.figure import Column, Table
 from binade.app.questions.shared.rounded import NOT_RECORDED, Recorded
+from binade.app.questions.shared.runs import every_run
+from binade.app.questions.shared.selection import SelectedTensor
 from binade.app.style import MEASURES
 from binade.data.evidence import Measure, Sentence, exact, say, together
+from binade.data.same_data import equal_weights
 from binade.quant import sketch as sketches
-from binade.quant.metrics import errors
+from binade.quant.metrics import METRICS, errors
 from binade.quant.specs import Spec
 
+NOTE = (
+    "The quantized run’s tensor is taken before its own rounding. It differs from the bf16 run’s tensor only because "
+    "operands of earlier GEMMs were rounded, in this iteration or a previous one. A twin step (--twin 16) shows what "
+    "rounding does to the gradients on the same weights."
+)
+WHAT = {
+    "rounding": "bf16’s tensor, rounded: the format alone",
+    "drift": "the quantized run’s tensor: the drift alone",
+    "both": "the quantized run’s tensor, rounded: both",
+}
+EQUAL_WEIGHTS = {"drift": "the quantized run’s tensor: the rounding that earlier layers pass on"}
+COLUMNS = {
+    "what": Column("Compared with bf16’s tensor", text=lambda row: WHAT[row["what"]]),
+    "sqnr_db": Column(),
+    "relative_error": Column(format=".4f"),
+    "cosine": Column(format=".5f"),
+    "gradient_bias": Column("‖error‖² / ‖x‖²", ".5f"),
+    "ks": Column("KS distance", ".4f", help=METRICS["ks"].definition + ", on bins of 1/8 binade"),
+}
 TIMES = Measure("ratio", "Ratio", "times")
 
 
@@ -25,11 +48,11 @@ class ThreeWay:
     """bf16's tensor g, the same rounded to a format, and the quantized run's tensor ĝ before its own rounding.
 
     table: rows rounding (of the rounded g against g), drift (ĝ against g) and both (the rounded ĝ against g); columns
-    what, sqnr_db, relative_error, cosine, gradient_bias, ks.
+    what, sqnr_db, relative_error, cosine, gradient_bias, ks. rounded: bf16's tensor, rounded to the format.
     """
 
     table: pd.DataFrame
-    distributions: list[Distribution]
+    rounded: Tensor
     format: str
     equal_weights: bool = False  # then what differs is rounding that earlier layers pass on, not drift
     operand: bool = True  # of a GEMM: nothing else is rounded to the format
@@ -86,6 +109,35 @@ def three_way(
              "gradient_bias": error.relative_error**2,
              "ks": sketches.ks(quant.summarize(reference).sketch, quant.summarize(q).sketch)}
         )  # fmt: skip
-    names = ("bf16 run", f"bf16 run, rounded to {fmt}", "quantized run")
-    shown = [distribution_of(name, x) for name, x in zip(names, (reference, rounded, quantized), strict=True)]
-    return ThreeWay(pd.DataFrame(rows), shown, fmt, equal_weights, operand)
+    return ThreeWay(pd.DataFrame(rows), rounded, fmt, equal_weights, operand)
+
+
+def three_way_of(selected: SelectedTensor, other: SelectedTensor) -> ThreeWay | str | None:
+    """Of two tensors of one shape, which are the same in a quantized run and in a bf16 run that it may be compared
+    with; None if they are not, a sentence if the rounding cannot be repeated."""
+    runs = every_run(selected.opened).set_index("run_id")
+    pair = {str(tensor.row["run_id"]): tensor for tensor in (selected, other)}
+    quantized = [run for run in pair if runs["quantized"][run]]
+    run = next((run for run in quantized if any(name in pair for name in runs["references"][run])), None)
+    if run is None or selected.x.shape != other.x.shape or not selected.x.numel():
+        return None
+    if other.row["tensor_id"] not in {*selected.opened.twins(selected.row["tensor_id"])["tensor_id"]}:
+        return None
+    (base,) = {*pair} - {run}
+    row = pair[run].row
+    fmt = str(selected.spec) if pd.isna(row["format"]) else row["format"]
+    recorded = Recorded.of(row)
+    if problem := recorded.problem(Spec.of(fmt)):
+        return problem
+    branched = float(runs["branched"][[run, base]].max())
+    equal = equal_weights(selected.opened.root, run, base, int(row["iteration"]), branched)
+    operand = not pd.isna(row["contracted_axis"])
+    return three_way(pair[base].x, pair[run].x, fmt, selected.dim, equal, operand, recorded)
+
+
+def table_of(found: ThreeWay) -> Table:
+    columns = COLUMNS
+    if found.equal_weights:
+        what = replace(COLUMNS["what"], text=lambda row: EQUAL_WEIGHTS.get(row["what"], WHAT[row["what"]]))
+        columns = COLUMNS | {"what": what}
+    return Table("three_way", found.table, columns, f"**Rounding or drift** · in {found.format}", note=NOTE)
