@@ -11,7 +11,7 @@ import pytest
 from binade.app.figure import Drawn
 from binade.app.view import View
 from binade.collector import jobs
-from binade.collector.jobs import store
+from binade.collector.jobs import queue
 from binade.collector.recipes.files import read_recipe
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
@@ -81,13 +81,13 @@ def test_the_button_saves_the_recipe_and_queues_the_runs(visit: Visit, measured_
         assert "nvfp4 alone" in words(at) and "nvfp4 alone" in recipe.about.title
         sites = [recipe.linear, *(part for _, part in recipe.modules)]
         assert {part.rounded_to(field) for part in sites for field in ("forward_a", "forward_b")} == {"nvfp4"}
-        queued = [(job.config.recipe, job.config.train_iters, job.tags) for job in store.read_jobs(root)]
+        queued = [(job.config.recipe, job.config.train_iters, job.tags) for job in queue.read_jobs(root)]
         expected = ["bf16", "linear_nvfp4", str(saved)] * 2
         assert queued == [(recipe, 2, ("advice mine",)) for recipe in expected]
         next(button for button in at.button if button.label == "Verify").click()
         rerun(at)
         assert len(at.error) == 1 and "exists" in at.error[0].value
     finally:
-        for job in reversed(store.read_jobs(root)):
+        for job in reversed(queue.read_jobs(root)):
             jobs.cancel(root, job.id)
         end_all(root)
