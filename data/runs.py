@@ -497,8 +497,8 @@ def _queued_run(root: Path) -> Path | None:
     """The directory of the run of this root that this process was started for, unless that has begun."""
     directory = Path(os.environ.get(RUN_VARIABLE, ""))
     try:
-        waits = not (directory / RUN_FILE).exists() and read_status(directory).state == QUEUED
-        return root / directory.name if waits and directory.parent.samefile(root) else None
+        waits = directory.parent.samefile(root) and read_status(directory).state == QUEUED
+        return root / directory.name if waits else None
     except (OSError, ValueError):
         return None
 

@@ -68,5 +68,5 @@ def delete(root: Path, number: int, *, with_run: bool = False) -> None:
         elif with_run:
             delete_run(directory)
         else:
-            for name in (JOB_FILE, LAUNCH_FILE, OUTPUT_FILE):
+            for name in (LAUNCH_FILE, OUTPUT_FILE, JOB_FILE):  # what is left after a kill can be deleted again
                 (directory / name).unlink(missing_ok=True)

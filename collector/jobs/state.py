@@ -188,8 +188,11 @@ def _lives(root: Path, job: Job, launch: Launch) -> bool:
     if launch.host != host():
         run = run_of(root, job)
         return run is None or run.status.state in (runs.QUEUED, runs.RUNNING)
+    if not launch.here:
+        return False
     followed = launch.runner is not None and launch.runner.alive
-    return launch.here and (followed or bool(processes_of(root, job)))
+    begun = read_job_status(root, job).state != runs.QUEUED  # else the next runner follows it or queues it again
+    return followed or not begun or bool(processes_of(root, job))
 
 
 def how_it_ended(
