@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 from collections.abc import Callable, Collection
 from dataclasses import Field, dataclass, field, fields, replace
 from enum import StrEnum
@@ -18,15 +17,12 @@ from binade.collector.errors import ConfigError
 
 T = TypeVar("T")
 METADATA = "option"
-JOB_VARIABLE = "BINADE_JOB"  # the token of the job that a process belongs to; inherited by what it starts
 MOST = 10**9  # the default upper limit: a larger count is a typing error
 DEFAULT_SCORES = ("hifp8", "hifp8(scale=amax8)", "mxfp8", "mxfp4", "nvfp4")
 FEW_RANKS = 8
 
 
-def new_token() -> str:
-    """A token that marks the processes and the run of a job."""
-    return secrets.token_hex(8)
+QUEUEABLE = ("import", "measure", "parity")  # commands that make a run without training it, and can be queued
 
 
 class Size(StrEnum):

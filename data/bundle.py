@@ -33,7 +33,7 @@ from binade.data.cache import Done
 from binade.data.catalog import Catalog
 from binade.data.events import read_events
 from binade.data.read_tables import UnreadableError, check_readable
-from binade.data.runs import RUNNING, RunError, RunInfo, fingerprint, list_runs, read_run, run_names
+from binade.data.runs import QUEUED, RUNNING, RunError, RunInfo, fingerprint, list_runs, read_run, run_names
 from binade.data.segment import FORMER, MANIFEST, OPTIONAL, TABLES, SegmentError, manifest, table_files
 from binade.data.store import (
     TensorFileError,
@@ -165,7 +165,7 @@ def _bundled(root: Path, run_id: str) -> RunInfo:
         run = read_run(root / run_id)
     except RunError as error:
         raise BundleError(f"The run cannot be bundled: {error}.") from error
-    if run.status.state == RUNNING:
+    if run.status.state in (QUEUED, RUNNING):
         raise BundleError(f"The run {run_id} is still running: wait until it is done, or cancel it.")
     return run
 
@@ -359,7 +359,7 @@ def _check_runs(runs: Path) -> None:
     for line in verify(runs).damaged:
         _refuse(line[:300])
     for run in list_runs(runs)[0]:
-        if run.status.state == RUNNING:
+        if run.status.state in (QUEUED, RUNNING):
             _refuse(f"the run {run.run_id} says that it is still running")
     with Catalog.open(runs) as catalog:
         if catalog.refused:

@@ -34,7 +34,17 @@ from binade.data.held_out import check_held_out
 from binade.data.index_tables import INDEX_TABLES
 from binade.data.parity_results import FILE as PARITIES
 from binade.data.parity_results import read_parity
-from binade.data.runs import RUNNING, RunError, RunInfo, check_losses, first_step, read_notes, read_run, run_names
+from binade.data.runs import (
+    RUNNING,
+    NotBegunError,
+    RunError,
+    RunInfo,
+    check_losses,
+    first_step,
+    read_notes,
+    read_run,
+    run_names,
+)
 from binade.data.segment import MERGED, SegmentError, read_manifest, read_tables, segment_names
 from binade.data.sketches import PLACED, places, sketches
 from binade.data.text import describe
@@ -207,6 +217,8 @@ class Intake:
             for _ in range(ATTEMPTS):
                 try:
                     changed.append(self._on_disk(directory))
+                except NotBegunError:
+                    pass
                 except RunError as error:
                     self._skipped.append(str(error))
                 except FileNotFoundError:

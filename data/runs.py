@@ -6,6 +6,8 @@
       status.json    state, pid and its start time, progress, loss, heartbeat; replaced atomically
       notes.json     the name, color and note that users gave it; may be missing
       log.txt        what the collector printed
+      job.json       what was queued (collector.jobs.queue), beside launch.json, cancel.json and output.txt; only of a
+                     run that was queued
       loss.jsonl     one line per iteration, each with its checksum
       events.jsonl   other events: see data.events
       twin.jsonl     twin steps: see data.twin
@@ -16,7 +18,8 @@
       ranks/         of a run on several ranks: the process of each and what it has recorded; rank 0 adds them up
 
 A run's state follows from its status and its process: a run whose status says running but whose process is gone has
-crashed.
+crashed. A run that is queued has no run.json until its command begins it (`RunWriter.create`); until then it is no part
+of the index.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
@@ -70,6 +73,9 @@ from binade.data.text import describe
 
 RUN_FILE = "run.json"
 STATUS_FILE = "status.json"
+JOB_FILE = "job.json"
+# The absolute path of the queued run that a process was started for; inherited by what it starts.
+RUN_VARIABLE = "BINADE_RUN"
 IMPORT = "import"  # run.json's "kind" of a run whose tensors another tool logged
 FOLDERS = ("segments", "tensors", "ranks", "checkpoints")  # of a run
 CHECKPOINTS = "checkpoints"  # the folder of a run that can be resumed from them
@@ -79,14 +85,15 @@ DEFAULT_ROOT = Path("data/runs")
 class RunState(StrEnum):
     """How a run is doing."""
 
+    QUEUED = "queued"  # its command has not begun it yet, or will continue it
     RUNNING = "running"
     DONE = "done"
     FAILED = "failed"  # and its status says why
     CANCELLED = "cancelled"
-    CRASHED = "crashed"  # never written down: the status says running, but the process is gone
+    CRASHED = "crashed"  # the status says running, but the process is gone; written down only of a run that was queued
 
 
-RUNNING, DONE, FAILED, CANCELLED, CRASHED = STATES = tuple(RunState)
+QUEUED, RUNNING, DONE, FAILED, CANCELLED, CRASHED = STATES = tuple(RunState)
 Whole = Annotated[int, Field(gt=-(2**63), lt=2**63)]
 
 
@@ -94,6 +101,10 @@ class RunError(ValueError):
     """A run directory or root cannot be used. The message says why, and what to do."""
 
     exit_status = 1
+
+
+class NotBegunError(RunError):
+    """The run is queued, or ended before its command began it."""
 
 
 class RootError(RunError):
@@ -187,7 +198,6 @@ class RunFile(TypedDict, total=False):
     started: Text
     kind: Text
     command: Text
-    job_token: Any  # of the job that made the run
     run_config: Any  # see collector.training.config.trained_config
     model: Text
     size: Text
@@ -360,25 +370,25 @@ class RunWriter:
         cls, root: Path, label: str, config: dict[str, Any], *, ranks: int = 1, owner: int | None = None
     ) -> RunWriter:
         """Create <root>/<run_id> atomically, with run.json and a first status. The id contains the label, with "-" in
-        place of characters that are not plain in a file name. owner is the process that the run depends on, by default
-        this one. Raises RunError if the root cannot be written or `read_run` would not accept the configuration, and
-        then leaves nothing behind; ReadOnlyError."""
+        place of characters that are not plain in a file name. A process that was started for a queued run of this root
+        begins that run instead. owner is the process that the run depends on, by default this one. Raises RunError if
+        the root cannot be written or `read_run` would not accept the configuration, and then leaves nothing behind;
+        ReadOnlyError."""
         check_writable("recording a run")
         try:
             parse_json(RunFile, json.dumps(config).encode())
         except ValueError as error:
             raise RunError(f"run.json: {error}") from None
-        named = UNNAMEABLE.sub("-", label).lstrip(".")[:LONGEST_LABEL] or "run"
-        run_id = f"{datetime.now(UTC):%Y%m%d_%H%M%S}_{named}_{secrets.token_hex(3)}"
-        status = Status(RUNNING, **_process(owner))
         sweep(root)
+        queued = _queued_run(root)
+        run_id = queued.name if queued else new_run_id(label)
         try:
-            with staged_directory(root / run_id) as part:
+            with nullcontext(queued) if queued else staged_directory(root / run_id) as part:
                 for name in ("segments", "tensors", *(["ranks"] if ranks > 1 else [])):
-                    (part / name).mkdir()
+                    (part / name).mkdir(exist_ok=bool(queued))
                 started = {"run_id": run_id, "started": now()}
                 write_run_file(part, started | config)
-                writer = cls(run_id, part, status, ranks=ranks)
+                writer = cls(run_id, part, Status(RUNNING, **_process(owner)), ranks=ranks)
                 writer.update()
         except OSError as error:
             raise unwritable(root, error) from error
@@ -461,6 +471,41 @@ class RunWriter:
         while (self.directory / "segments" / (name := f"rank{self.rank:02d}-{self._segments + 1:06d}")).exists():
             self._segments += 1
         return name
+
+
+def new_run_id(label: str) -> str:
+    """The name of a new run's directory: the time, the label with "-" in place of characters that are not plain in a
+    file name, and six hexadecimal digits."""
+    named = UNNAMEABLE.sub("-", label).lstrip(".")[:LONGEST_LABEL] or "run"
+    return f"{datetime.now(UTC):%Y%m%d_%H%M%S}_{named}_{secrets.token_hex(3)}"
+
+
+def write_queued(directory: Path) -> None:
+    """Mark a run as queued: a new one, in a directory without status.json, or one that has ended. Raises OSError, and
+    ValueError if its status is damaged."""
+    nobody: dict[str, Any] = {"pid": 0, "pid_started": 0.0, "host": "", "boot": ""}
+    try:
+        status = replace(read_status(directory), state=QUEUED, reason=None, finished=None, **nobody)
+    except FileNotFoundError:
+        status = Status(QUEUED, **nobody)
+    write_json(directory / STATUS_FILE, replace(status, heartbeat=now()))
+
+
+def _queued_run(root: Path) -> Path | None:
+    """The directory of the run of this root that this process was started for, unless that has begun."""
+    directory = Path(os.environ.get(RUN_VARIABLE, ""))
+    try:
+        waits = directory.parent.samefile(root) and read_status(directory).state == QUEUED
+        return root / directory.name if waits else None
+    except (OSError, ValueError):
+        return None
+
+
+def _has_not_begun(directory: Path) -> bool:
+    """Whether a directory without run.json is that of a queued run, and not of one that has lost it."""
+    with suppress(OSError):
+        return (directory / JOB_FILE).is_file() and not any((directory / "segments").glob("*"))
+    return False
 
 
 def _written(directory: Path, segments: Iterable[str]) -> set[str]:
@@ -565,6 +610,8 @@ def read_run(directory: Path) -> RunInfo:
         config = read_json(RunFile, directory / RUN_FILE)
         status = read_status(directory)
     except FileNotFoundError as error:
+        if Path(error.filename).name == RUN_FILE and _has_not_begun(directory):
+            raise NotBegunError(f"{directory.name} has not begun") from None
         raise RunError(f"{directory.name} is not a run: {Path(error.filename).name} is missing") from None
     except (OSError, ValueError) as error:
         raise RunError(f"{directory.name} cannot be read: {error}") from error
@@ -591,11 +638,12 @@ def _is_gone(status: Status | RankStatus) -> bool:
 
 def delete_run(directory: Path) -> None:
     """Remove a run with everything that it recorded. It disappears at once; its content is deleted after that. Raises
-    RunError if it is not a run or still running, ReadOnlyError, and OSError."""
+    RunError if it is not a run, queued or still running, ReadOnlyError, and OSError."""
     check_writable("deleting a run")
     run = read_run(directory)
-    if run.status.state == RUNNING:
-        raise RunError(f"{run.run_id} is still running: cancel it first")
+    if run.status.state in (QUEUED, RUNNING):
+        state = "queued" if run.status.state == QUEUED else "still running"
+        raise RunError(f"{run.run_id} is {state}: cancel it first")
     remove_directory(directory)
 
 
@@ -641,12 +689,15 @@ def run_names(root: Path) -> list[str]:
 
 
 def list_runs(root: Path) -> tuple[list[RunInfo], list[str]]:
-    """The runs under a root, oldest first, and the skipped directories with the reason. A missing root has none."""
+    """The runs under a root that have begun, oldest first, and the skipped directories with the reason. A missing root
+    has none."""
     runs: list[RunInfo] = []
     refused: list[str] = []
     for directory in run_directories(root):
         try:
             runs.append(read_run(directory))
+        except NotBegunError:
+            pass
         except RunError as error:
             refused.append(str(error))
     runs.sort(key=lambda run: (str(run.config.get("started")), run.run_id))  # a name has only seconds

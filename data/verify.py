@@ -18,7 +18,16 @@ from binade.data.cache import Done
 from binade.data.effects import check_effects
 from binade.data.held_out import check_held_out
 from binade.data.parity_results import read_parity
-from binade.data.runs import RUNNING, RunError, RunInfo, check_losses, check_root, read_run, run_directories
+from binade.data.runs import (
+    RUNNING,
+    NotBegunError,
+    RunError,
+    RunInfo,
+    check_losses,
+    check_root,
+    read_run,
+    run_directories,
+)
 from binade.data.segment import read_tables
 from binade.data.store import inside, sha256
 from binade.data.text import describe
@@ -65,6 +74,8 @@ def verify(
             try:
                 run = read_run(directory)  # before its segments are listed: more may have been published since
                 runs.append((run, run.segments))
+            except NotBegunError:
+                pass
             except RunError as error:
                 refuse(directory, f"cannot be read: {error}")
     count, total = 0, sum(len(segments) for _, segments in runs)

@@ -52,8 +52,9 @@ class Form:
     start: SlurmOptions = SlurmOptions()
 
     @classmethod
-    def of_job(cls, job: Job) -> Form:
-        return cls(job.config, (job.config.recipe,), 1, job.title, ", ".join(job.tags), job.start)
+    def of_job(cls, config: RunConfig, job: Job) -> Form:
+        """config: what the job trains."""
+        return cls(config, (config.recipe,), 1, job.title, ", ".join(job.tags), job.start)
 
     def to_address(self) -> str:
         """JSON of all that is not a default; "" for the form that the page opens with."""

@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 
-import pandas as pd
 import streamlit as st
 
 from binade.app import address
-from binade.app import show as show_items
-from binade.app.figure import Figure
 from binade.app.formatting import bytes_text, duration_text, plain
 from binade.app.jobs import summary
 from binade.app.jobs.collecting import Form, wrapped
 from binade.app.jobs.summary import WAITS
 from binade.app.pages.registry import PART
 from binade.app.params import LONGEST
-from binade.app.questions.layout import open_tensor
-from binade.app.questions.shared import loss_chart
-from binade.app.questions.shared.event_marks import events_of
-from binade.app.questions.shared.labels import thinned_note
-from binade.app.questions.shared.runs import every_run
 from binade.app.state import has_changed, redraw_when
 from binade.app.view import Reading, View
 from binade.collector import jobs
@@ -198,10 +189,12 @@ def _title(root: Path, view: JobView, views: list[JobView]) -> None:
         st.subheader(plain(job.title), anchor=False, width="content")
         st.markdown(summary.badge(view.state), width="content")
     created = datetime.fromisoformat(job.created).strftime("%Y-%m-%d %H:%M:%S UTC")
-    again = f" · {'continues' if job.resume else 'repeats'} job {job.retry_of}" if job.retry_of else ""
+    again = f" · repeats run {plain(job.repeats)}" if job.repeats else ""
+    again += " · continues its run" if job.resumes else ""
+    user = f" by {plain(job.user)}" if job.user else ""
     took = "" if view.active or (took := summary.seconds_run(view)) is None else f" · took {duration_text(took)}"
     slurm = f" · Slurm job {plain(view.cluster.id)}" if view.cluster else ""
-    st.caption(f"Job {job.id} · created {created}{took}{again}{slurm} {_tags(job)}")
+    st.caption(f"Job {job.id} · created {created}{user}{took}{again}{slurm} {_tags(job)}")
     if view.reason and not view.active:
         text = plain(f"{view.state.capitalize()}: {view.reason}")
         if view.state is JobState.DONE:
@@ -239,15 +232,8 @@ def _actions(root: Path, view: JobView) -> None:
             act = (partial(_again, jobs.resume, root, job.id), "Queued: the run will continue")
             text = "Continue its run from the last checkpoint"
             st.button("Resume", icon=":material/resume:", key=f"resume_{job.id}", on_click=_do, args=act, help=text)
-        if st.button("Clone and change", icon=":material/content_copy:", key=f"clone_{job.id}"):
-            _collect(form=Form.of_job(job).to_address())
-        with st.popover("Rename and tag", icon=":material/edit:"):
-            if f"title_{job.id}" not in st.session_state:  # the fields keep these texts, even if the job changes
-                st.session_state[f"seen_job_{job.id}"] = job
-            st.text_input("Title", job.title, key=f"title_{job.id}", max_chars=120)
-            st.text_input("Tags", ", ".join(job.tags), key=f"tags_{job.id}", placeholder="separated by commas")
-            act = (partial(_change, root, job.id), "Saved")
-            st.button("Save", type="primary", key=f"save_{job.id}", on_click=_do, args=act)
+        if job.config and st.button("Clone and change", icon=":material/content_copy:", key=f"clone_{job.id}"):
+            _collect(form=Form.of_job(job.config, job).to_address())
         if not view.active:
             _delete(root, view)
 
@@ -258,16 +244,6 @@ def _choose(number: int) -> None:
 
 def _again(act: Callable[[Path, int], Job], root: Path, number: int) -> None:
     _choose(act(root, number).id)
-
-
-def _change(root: Path, number: int) -> None:
-    """Change what the user has changed, so that two users do not undo each other's changes."""
-    state = st.session_state
-    seen, title, tags = state[f"seen_job_{number}"], state[f"title_{number}"], state[f"tags_{number}"]
-    changed_tags = None if tags == ", ".join(seen.tags) else tags.split(",")
-    state[f"seen_job_{number}"] = jobs.change(
-        root, number, title=None if title == seen.title else title, tags=changed_tags
-    )
 
 
 def _delete(root: Path, view: JobView) -> None:
@@ -304,17 +280,14 @@ def _do(action: Callable[[], object], done: str = "") -> None:
 
 
 def _details(opened: Catalog, view: JobView) -> None:
-    losses, step = summary.losses(view)
-    _progress(view, losses)
-    if view.run:
-        _results(opened, view, view.run.run_id, losses, step)
+    _progress(view)
     _log(opened.root, view)
 
 
 SHOWN_EVENTS = 5  # the last ones
 
 
-def _progress(view: JobView, losses: pd.DataFrame) -> None:
+def _progress(view: JobView) -> None:
     done = jobs.progress(view)
     if view.active:
         words = summary.line(view, done)
@@ -324,7 +297,7 @@ def _progress(view: JobView, losses: pd.DataFrame) -> None:
     if not view.run:
         return
     status = view.run.status
-    loss = "–" if losses.empty else f"{losses['loss'].iloc[-1]:.4f}"
+    loss = "–" if status.loss_last is None else f"{status.loss_last:.4f}"
     cells = st.columns([1, 1, 1.35, 1.1], gap="small")  # so that no number is cut off in a window of 1280 pixels
     cells[0].metric("Iterations", f"{done.done:,}", border=True)
     cells[1].metric("Tensors", f"{status.tensors:,}", border=True)
@@ -337,29 +310,6 @@ def _progress(view: JobView, losses: pd.DataFrame) -> None:
             f"{status.tensors_without_raw:,} tensors were recorded without values, which exceeded the byte budget or "
             "were not requested."
         )
-
-
-def _results(opened: Catalog, view: JobView, run_id: str, losses: pd.DataFrame, step: int) -> None:
-    run = View("map", {"run_id": [run_id]})
-    worst = run.draw(opened).get("ranking")
-    worst = worst and replace(worst, name="job_worst", hint="")
-    height = worst.height if worst else 300
-    several = len(losses) > 1  # a single loss is not a curve, and is shown above
-    cells = st.columns(1 + several, gap="medium")
-    if several:
-        note = thinned_note(step)
-        caption = f"Data: run {run_id}, from its loss.jsonl. Loss: cross entropy in nats per token. {note}".strip()
-        with cells[0]:
-            events = events_of({losses["group"].iloc[0]: view.run.directory} if view.run else {})
-            runs = every_run(opened)
-            look = dict(zip(runs["run_id"], runs["look"], strict=True)).get(run_id)
-            chart = loss_chart.losses(losses, {losses["group"].iloc[0]: look} if look else None, events)
-            show_items.draw(Figure("job_losses", chart, losses, caption, note, height), pin=False)
-    with cells[-1]:
-        if worst:
-            open_tensor(show_items.draw(worst, pin=False), run)
-        elif view.active:
-            st.caption("The worst tensors appear here once some have been recorded and scored.")
 
 
 def _log(root: Path, view: JobView) -> None:

@@ -1,4 +1,4 @@
-"""Jobs as the Jobs page shows them: states, order, losses and progress in words. No Streamlit."""
+"""Jobs as the Jobs page shows them: states, order and progress in words. No Streamlit."""
 
 from __future__ import annotations
 
@@ -6,15 +6,11 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import NamedTuple
 
-import pandas as pd
-
 from binade.app.formatting import duration_text
-from binade.app.questions.shared import loss_chart
 from binade.collector.jobs import Job, JobState, JobView, Progress
 from binade.collector.jobs.state import losses_of
 from binade.data.text import counted
 
-MOST_POINTS = 600
 WAITS = (JobState.QUEUED, JobState.PENDING)
 
 
@@ -34,18 +30,12 @@ BADGES = {
     JobState.DONE: Badge("green", ":material/check:"),
     JobState.CANCELLED: Badge("gray", ":material/block:"),
     JobState.FAILED: Badge("red", ":material/close:"),
-    JobState.CRASHED: Badge("red", ":material/close:"),
-    JobState.KILLED: Badge("red", ":material/bolt:"),
-    JobState.NO_MEMORY: Badge("red", ":material/memory_alt:"),
-    JobState.NO_DISK: Badge("red", ":material/hard_drive:"),
-    JobState.RESTARTED: Badge("red", ":material/restart_alt:"),
-    JobState.TIME_LIMIT: Badge("red", ":material/timer_off:"),
-    JobState.NODE_LOST: Badge("red", ":material/cloud_off:"),
+    JobState.CRASHED: Badge("red", ":material/bolt:"),
 }
 
 
 def badge(state: JobState) -> str:
-    """A state's badge in Streamlit's Markdown. Its label is the state, its advice `collector.jobs.state.ADVICE`."""
+    """A state's badge in Streamlit's Markdown."""
     return f":{BADGES[state].color}-badge[{BADGES[state].icon} {state}]"
 
 
@@ -91,14 +81,14 @@ def line(view: JobView, done: Progress) -> str:
     if done.total:
         of = f" of {done.total:,}" if done.done < done.total else ""
         parts.append(f"{done.done:,}{of} iteration{'s' * (max(done.done, done.total) != 1)}")
-    if view.run and not view.job.measures:
+    if view.run and view.job.config:
         parts.append(counted(view.run.status.tensors, "tensor"))
     if done.seconds_left is not None:
         parts.append(f"{duration_text(done.seconds_left)} left")
     elif not view.active and (took := seconds_run(view)) is not None:
         parts.append(duration_text(took))
     if view.run is None and not view.active:
-        return view.reason or "cancelled before it started"
+        return view.reason or ("cancelled before it started" if view.state is JobState.CANCELLED else "")
     return " · ".join(parts)
 
 
@@ -107,9 +97,3 @@ def runs_to_compare(together: Sequence[JobView]) -> list[str]:
     runs = [view.run for view in sorted(together, key=lambda view: view.job.id) if view.run]
     trained = [run.run_id for run in runs if losses_of(run)]
     return [] if len(trained) < 2 or any(view.active for view in together) else trained
-
-
-def losses(view: JobView) -> tuple[pd.DataFrame, int]:
-    """As `loss_chart.loss_table`, with the recipe as the group."""
-    records = {str(view.run.config.get("recipe")): losses_of(view.run)} if view.run else {}
-    return loss_chart.loss_table(records, MOST_POINTS)

@@ -12,6 +12,7 @@ import click
 
 from binade.collector.cli.options import parse
 from binade.collector.errors import ConfigError
+from binade.collector.settings import QUEUEABLE
 from binade.data.store import no_link
 from binade.data.text import describe
 from binade.terminal import CANCELLED, FAILED, CliOption, Command, fail, resolve_root, root_option
@@ -71,18 +72,33 @@ def _list(root: Path, everything: bool) -> None:
 
 
 @jobs.command("add", context_settings={"allow_interspersed_args": False})
-@click.argument("line", nargs=-1, type=click.UNPROCESSED, metavar="run|batch|quick ...")
+@click.argument("line", nargs=-1, type=click.UNPROCESSED, metavar="COMMAND ...")
 def _add(root: Path, line: tuple[str, ...]) -> None:
-    """Queue the runs of a command line, one job per run. With --target, they run on a cluster."""
+    """Queue a command line of run, batch, quick, import, measure or parity: one job per run. With --target, runs are
+    trained on a cluster."""
     if not line:
         raise ConfigError("jobs add needs a command line: binade jobs add run --quantization mxfp8")
-    from binade.collector.jobs import start_runner
+    from binade.collector.jobs import add_command, start_runner
 
-    named = parse(line).root
-    root = resolve_root(named) if named else root
-    for job in add_line(root, line):
+    if line[0] in QUEUEABLE:
+        _check_usage(line)
+        added = [add_command(root, line)]
+    else:
+        named = parse(line).root
+        root = resolve_root(named) if named else root
+        added = add_line(root, line)
+    for job in added:
         print(f"job {job.id} queued: {job.title}")
     start_runner(root)
+
+
+def _check_usage(line: Sequence[str]) -> None:
+    """Raises UsageError for a command line that its command does not accept."""
+    context = click.get_current_context().find_root()
+    assert isinstance(context.command, click.Group)
+    command = context.command.get_command(context, line[0])
+    assert command
+    command.make_context(f"binade {line[0]}", list(line[1:]))
 
 
 def add_line(root: Path, line: Sequence[str]) -> list[Job]:
@@ -90,13 +106,17 @@ def add_line(root: Path, line: Sequence[str]) -> list[Job]:
 
     Raises ConfigError or a similar error for a command line that cannot be run; ReadOnlyError, RunError, OSError.
     """
-    from binade.collector.jobs import add_runs
+    from binade.collector.jobs import add_resumed, add_runs
 
     request = parse(line)
     plans = request.plans_in(root)
     if plans[0].branch:
         raise ConfigError("the queue takes no branches: run binade run --resume RUN --recipe A,B in a terminal")
-    return add_runs(root, plans, request.start, resume=request.resume)
+    if not request.resume:
+        return add_runs(root, plans, request.start)
+    if request.start.on_cluster:
+        raise ConfigError("--resume continues a run on this machine: leave out --target and --launcher")
+    return [add_resumed(root, Path(request.resume).name, plans[0])]
 
 
 @jobs.command("follow")
@@ -104,10 +124,10 @@ def add_line(root: Path, line: Sequence[str]) -> list[Job]:
 def _follow(root: Path, number: int) -> int:
     """Print a job's log until the job ends. Ctrl-C stops printing, not the job."""
     from binade.collector.jobs import JobState, find, view_of
-    from binade.collector.jobs.store import directory_of
+    from binade.collector.jobs.directory import OUTPUT_FILE, directory_of
 
     job = find(root, number)
-    log = directory_of(root, job) / "log.txt"
+    log = directory_of(root, job) / OUTPUT_FILE
     _ensure_runner(root, [view_of(root, job)])
     queued, read = False, 0
     while True:

@@ -17,7 +17,7 @@ from click.shell_completion import CompletionItem
 from binade.collector.capture.watching import WATCH
 from binade.collector.errors import ConfigError, raising
 from binade.collector.recipes.recipe import TEN_RECIPES
-from binade.collector.settings import Declared, OptionGroup, Size, declared
+from binade.collector.settings import QUEUEABLE, Declared, OptionGroup, Size, declared
 from binade.collector.training.config import FORMAT, LENGTH, OVERRIDES, RECORD, WHERE, RunConfig, defaults
 from binade.collector.training.plan import Plan, plan
 from binade.collector.training.slurm_options import SlurmOptions
@@ -204,7 +204,8 @@ def parse(line: Sequence[str]) -> Request:
     Raises ConfigError for what cannot be run or queued: another command, --dry-run.
     """
     if not line or line[0] not in COMMANDS:
-        raise ConfigError(f"a job is a command line of {', '.join(COMMANDS)}, such as: run --quantization mxfp8")
+        known = ", ".join((*COMMANDS, *QUEUEABLE))
+        raise ConfigError(f"a job is a command line of {known}, such as: run --quantization mxfp8")
     command = Command(line[0], params=training_params(line[0]))
     try:
         request = request_of(line[0], command.make_context(f"binade {line[0]}", list(line[1:])).params)

@@ -14,24 +14,24 @@ import click
 
 from binade.collector.cli.train import collect
 from binade.collector.errors import ConfigError, TimeLimitError, raising
-from binade.collector.settings import JOB_VARIABLE
 from binade.collector.training.plan import plan
 from binade.terminal import Command, resolve_root
 
 
 def _run(directory: Path) -> None:
-    """Train the run of a job of the queue. DIRECTORY is that of the job."""
-    from binade.collector.jobs.store import Job
+    """Train a queued run. DIRECTORY is that of the run."""
+    from binade.collector.jobs.directory import Job
     from binade.data.json_files import read_json
+    from binade.data.runs import JOB_FILE, RUN_VARIABLE
 
     if "SLURM_PROCID" not in os.environ:
         raise ConfigError("slurm-rank is for tasks of srun: use binade run --target NAME")
     signal.signal(signal.SIGUSR1, _end_in_time)
     number, ranks, nodes = (int(os.environ[f"SLURM_{name}"]) for name in ("JOB_ID", "NTASKS", "JOB_NUM_NODES"))
-    with raising(ConfigError, f"{directory / 'job.json'} cannot be read", OSError, ValueError):
-        job = read_json(Job, directory / "job.json")
+    with raising(ConfigError, f"{directory / JOB_FILE} cannot be read", OSError, ValueError):
+        job = read_json(Job, directory / JOB_FILE)
     os.environ |= {
-        JOB_VARIABLE: job.token,
+        RUN_VARIABLE: str(directory.absolute()),
         "MASTER_ADDR": first_host(os.environ.get("SLURM_JOB_NODELIST", "")) or socket.gethostname(),
         "RANK": os.environ["SLURM_PROCID"],
         "WORLD_SIZE": str(ranks),
@@ -43,6 +43,8 @@ def _run(directory: Path) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", os.environ.get("SLURM_CPUS_PER_TASK", "1"))
     if nodes == 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no other machine takes part
+    if job.config is None:
+        raise ConfigError(f"{directory / JOB_FILE} has no configuration of a run")
     collect([plan(job.config)], resolve_root(None))
 
 

@@ -49,7 +49,7 @@ def _run(context: click.Context, /, **params: Any) -> None:
     if request.resume and on_cluster:
         raise ConfigError("--resume continues a run on this machine: leave out --target and --launcher")
     if request.start.dry_run:
-        from binade.collector.jobs.store import next_script
+        from binade.collector.jobs.queue import next_script
 
         script = next_script(root, plans, request.start)
         shown = [describe(plan, root) for plan in plans]

@@ -5,50 +5,56 @@
     view_of(root, job).state
     cancel(root, job.id)
 
-The queue is in `<root>/.jobs` (collector.jobs.store). A separate small process, the runner (collector.jobs.runner),
-works through it and ends when it is empty, so that jobs start even after the app has ended. A job's state is read from
-its run directory and its processes (collector.jobs.state); the possible transitions are one table
-(collector.jobs.transitions).
+A job is a run that was queued: what was requested is in the run's directory (collector.jobs.queue). A separate small
+process, the runner (collector.jobs.runner), works through the queue and ends when it is empty, so that jobs start even
+after the app has ended. A job's state is that of its run and its processes (collector.jobs.state).
 """
 
 from binade.collector.jobs.actions import cancel, delete, resume, retry
 from binade.collector.jobs.command_line import command_line, recipes
+from binade.collector.jobs.directory import Job, JobError
 from binade.collector.jobs.estimate import estimate
-from binade.collector.jobs.repeats import trained_with, with_further_seeds
-from binade.collector.jobs.runner import start_runner
-from binade.collector.jobs.slurm import SubmissionError
-from binade.collector.jobs.state import JobView, Progress, has_runner, listing, log_tail, progress, resumable, view_of
-from binade.collector.jobs.store import (
+from binade.collector.jobs.queue import (
     MOST_AT_ONCE,
-    Job,
-    JobError,
-    MeasureJob,
+    add_command,
+    add_resumed,
     add_runs,
     at_once,
-    change,
     find,
     no_queue,
     problems,
     set_at_once,
 )
-from binade.collector.jobs.transitions import ACTIVE, JobState
+from binade.collector.jobs.repeats import trained_with, with_further_seeds
+from binade.collector.jobs.runner import start_runner
+from binade.collector.jobs.slurm import SubmissionError
+from binade.collector.jobs.state import (
+    JobState,
+    JobView,
+    Progress,
+    has_runner,
+    listing,
+    log_tail,
+    progress,
+    resumable,
+    view_of,
+)
 from binade.collector.recipes.recipe import TEN_RECIPES
 
 __all__ = [
-    "ACTIVE",
     "MOST_AT_ONCE",
     "TEN_RECIPES",
     "Job",
     "JobError",
     "JobState",
     "JobView",
-    "MeasureJob",
     "Progress",
     "SubmissionError",
+    "add_command",
+    "add_resumed",
     "add_runs",
     "at_once",
     "cancel",
-    "change",
     "command_line",
     "delete",
     "estimate",

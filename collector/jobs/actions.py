@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from binade.collector.jobs.processes import boot, host
+from binade.collector.jobs.directory import LAUNCH_FILE, OUTPUT_FILE, Job, JobError, change_launch, directory_of
+from binade.collector.jobs.queue import add_command, add_resumed, add_runs, find, locked
 from binade.collector.jobs.runner import start_runner
-from binade.collector.jobs.state import view_of
-from binade.collector.jobs.store import (
-    HERE,
-    End,
-    Execution,
-    Job,
-    JobError,
-    add_runs,
-    directory_of,
-    find,
-    locked,
-    write_cancellation,
-    write_execution,
-)
-from binade.collector.jobs.transitions import JobEvent, JobState, after, allows
-from binade.collector.training.checkpoints import last
+from binade.collector.jobs.state import JobState, view_of
 from binade.collector.training.plan import plan
 from binade.data.access import check_writable
-from binade.data.runs import delete_run, now, read_run
+from binade.data.runs import CANCELLED, JOB_FILE, delete_run, now, settle
 from binade.data.store import remove_directory
 
 
@@ -34,59 +21,52 @@ def cancel(root: Path, number: int) -> None:
     check_writable("cancelling a run")
     with locked(root):
         job = find(root, number)
-        state = view_of(root, job).state
-        if not allows(state, JobEvent.CANCEL):
-            raise JobError(f"job {number} is {state}: there is nothing to cancel")
-        if state is JobState.QUEUED:
-            end = End(after(state, JobEvent.CANCEL), None, now())
-            write_execution(root, job, Execution(host(), boot(), end.at, end=end))
+        view = view_of(root, job)
+        if not view.active:
+            raise JobError(f"job {number} is {view.state}: there is nothing to cancel")
+        if view.state is JobState.QUEUED:
+            settle(directory_of(root, job), CANCELLED, None)
             return
-        write_cancellation(root, job)
+        change_launch(root, job, cancelled=now())
     start_runner(root)
 
 
 def retry(root: Path, number: int) -> Job:
-    """Queue the same job again. Raises as `find` and `add_runs`."""
+    """Queue the same job again, as a new run. Raises as `find` and `add_runs`."""
     job = find(root, number)
-    return _again(root, job, job.resume)
+    where: dict[str, Any] = {"tags": job.tags, "directory": Path(job.directory), "repeats": job.run_id}
+    if job.config is None:
+        again = add_command(root, job.command, job.title, **where)
+    else:
+        (again,) = add_runs(root, [plan(job.config)], job.start, [job.title], **where)
+    start_runner(root)
+    return again
 
 
 def resume(root: Path, number: int) -> Job:
-    """Queue a job that continues the run of a job that has ended early. Raises as `find` and `add_runs`."""
+    """Queue the run of a job that has ended early again, to be continued. Raises as `find` and `add_resumed`."""
     job = find(root, number)
-    run = view_of(root, job).run
-    if run is None:
+    if job.config is None or view_of(root, job).run is None:
         raise JobError(f"job {number} has no run to resume: retry it")
-    return _again(root, job, run.run_id)
-
-
-def _again(root: Path, job: Job, resume: str | None) -> Job:
-    if resume:
-        last(read_run(root / resume))  # raises RunError if there is nothing to continue from
-    (again,) = add_runs(
-        root,
-        [plan(job.config)],
-        HERE if resume else job.start,
-        [job.title],
-        tags=job.tags,
-        directory=Path(job.directory),
-        retry_of=job.id,
-        resume=resume,
-        measures=job.measures,
-    )
+    again = add_resumed(root, job.run_id, plan(job.config))
     start_runner(root)
     return again
 
 
 def delete(root: Path, number: int, *, with_run: bool = False) -> None:
-    """Remove a job that has ended; with_run also deletes its run and all tensors. Raises JobError, ReadOnlyError,
-    RunError, OSError."""
+    """Remove a job that has ended from the list; with_run also deletes its run and all tensors, as does a job that has
+    no run. Raises JobError, ReadOnlyError, RunError, OSError."""
     check_writable("deleting a job")
     with locked(root):
         job = find(root, number)
         view = view_of(root, job)
-        if not allows(view.state, JobEvent.DELETE):
+        if view.active:
             raise JobError(f"job {number} is {view.state}: cancel it first")
-        if with_run and view.run:
-            delete_run(view.run.directory)
-        remove_directory(directory_of(root, job))
+        directory = directory_of(root, job)
+        if view.run is None:
+            remove_directory(directory)
+        elif with_run:
+            delete_run(directory)
+        else:
+            for name in (LAUNCH_FILE, OUTPUT_FILE, JOB_FILE):  # what is left after a kill can be deleted again
+                (directory / name).unlink(missing_ok=True)

@@ -17,10 +17,9 @@ from pathlib import Path
 import psutil
 from pydantic.dataclasses import dataclass
 
-from binade.collector.settings import JOB_VARIABLE
 from binade.data.json_files import STRICT, Pid
+from binade.data.runs import RUN_VARIABLE, process_start
 from binade.data.runs import boot as boot
-from binade.data.runs import process_start
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -65,12 +64,13 @@ def host() -> str:
     return socket.gethostname()
 
 
-def marked(token: str) -> set[Process]:
-    """All live processes with this mark, regardless of what started them and of their session."""
+def marked(directory: Path) -> set[Process]:
+    """All live processes that were started for the queued run of this directory, regardless of what started them and of
+    their session."""
     processes = set()
     for entry in psutil.process_iter():
         try:
-            carries = entry.environ().get(JOB_VARIABLE) == token
+            carries = entry.environ().get(RUN_VARIABLE) == str(directory)
         except psutil.Error:  # it has ended, or belongs to another user
             continue
         if carries and entry.pid != os.getpid() and (process := Process.of(entry.pid)):

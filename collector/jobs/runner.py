@@ -3,6 +3,9 @@
 `start_runner` starts it if none is running; it exits when the queue is empty. It holds a lock for its lifetime, and
 decides to exit under the queue's lock, so that a job queued at that time is either seen or starts another runner. A
 runner that was killed leaves its jobs running; the next one follows them.
+
+launch.json is written before a process is started, and the process carries the directory of its run in its environment.
+So wherever a runner is killed, the next one finds a process of the job, or none, and then the job is queued again.
 """
 
 from __future__ import annotations
@@ -13,7 +16,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,31 +23,26 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from binade.collector.jobs import slurm
-from binade.collector.jobs.processes import Process, boot, host, marked, out_of_memory_kills
-from binade.collector.jobs.state import how_it_ended, run_of, state_of
-from binade.collector.jobs.store import (
-    End,
-    Execution,
+from binade.collector.jobs.directory import (
+    OUTPUT_FILE,
     Job,
     JobError,
-    at_once,
-    cancelled_at,
+    Launch,
+    change_launch,
     directory_of,
-    drop_execution,
-    folder,
-    locked,
-    numbers,
-    read_execution,
+    drop_launch,
     read_job,
-    write_execution,
-    write_runner,
+    read_job_status,
+    read_launch,
+    write_launch,
 )
-from binade.collector.jobs.transitions import JobEvent, JobState, after
-from binade.collector.settings import JOB_VARIABLE
+from binade.collector.jobs.processes import Process, boot, host, marked, out_of_memory_kills
+from binade.collector.jobs.queue import at_once, folder, locked, queue_mark, write_runner
+from binade.collector.jobs.state import how_it_ended, processes_of
 from binade.data import runs
 from binade.data.access import check_writable
 from binade.data.python import package_environment
-from binade.data.runs import RunError, now, rank_statuses, settle
+from binade.data.runs import RUN_VARIABLE, RunError, now, run_directories, settle
 from binade.data.store import no_link
 from binade.data.text import one_line
 
@@ -113,22 +110,24 @@ def serve(root: Path) -> None:
 
 @dataclass
 class Runner:
-    """children are the processes that this runner has started: exit statuses are known only for these."""
+    """children are the processes that this runner has started: exit statuses are known only for these. All others are
+    by the name of the run."""
 
     root: Path
     process: Process = field(default_factory=Process.current)
-    children: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
-    settled: set[int] = field(default_factory=set)
-    pressed: dict[int, float] = field(default_factory=dict)  # when each job was first asked to end
-    orphaned: dict[int, float] = field(default_factory=dict)  # when its first process was first found to be gone
+    children: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    mark: tuple[int, int] = (0, 0)  # of queue.json when `settled` was empty
+    settled: set[str] = field(default_factory=set)  # runs that were not queued, or have ended
+    pressed: dict[str, float] = field(default_factory=dict)  # when each job was first asked to end
+    orphaned: dict[str, float] = field(default_factory=dict)  # when its first process was first found to be gone
     polled: float = -POLL  # when the cluster was last asked
-    reported: dict[int, str] = field(default_factory=dict)
+    reported: dict[str, str] = field(default_factory=dict)
 
     def turn(self) -> bool:
         """Check every job that has not ended, and start the next ones. Returns whether any is running."""
         opened = self._open()
-        on_cluster = [(job, execution) for job, execution in opened if job.on_cluster]
-        running = sum(self._attend(job, execution) for job, execution in opened if execution and not job.on_cluster)
+        on_cluster = [(job, launch) for job, launch in opened if job.on_cluster]
+        running = sum(self._attend(job, launch) for job, launch in opened if launch and not job.on_cluster)
         if on_cluster and time.monotonic() - self.polled > POLL:
             with suppress(OSError):  # for example, no more processes can be started: the next turn tries again
                 self._follow(on_cluster)
@@ -140,36 +139,42 @@ class Runner:
         return running > 0 or bool(on_cluster)
 
     def work_left(self) -> bool:
-        return any(job.on_cluster or (not execution and self._has_space()) for job, execution in self._open())
+        self.settled.clear()  # one that added a job may have been killed before it changed queue.json
+        return any(job.on_cluster or (not launch and self._has_space()) for job, launch in self._open())
 
-    def _open(self) -> list[tuple[Job, Execution | None]]:
-        """The jobs that have not ended, with their processes if they have been started.
+    def _open(self) -> list[tuple[Job, Launch | None]]:
+        """The jobs that have not ended, in the order of the queue, with their launches if they have been started.
 
         A job of another machine belongs to that machine's runner, a job on a cluster to any runner that has the
         cluster's commands."""
+        if (mark := queue_mark(self.root)) != self.mark:
+            self.settled.clear()
+            self.mark = mark
         opened = []
-        for number in numbers(self.root):
-            if number in self.settled:
+        for directory in run_directories(self.root):
+            if directory.name in self.settled:
                 continue
             try:
-                job = read_job(self.root, number)
-                execution = read_execution(self.root, job) if job else None
+                job = read_job(directory)
+                launch = read_launch(self.root, job) if job else None
+                waits = job is not None and (
+                    (launch is not None and launch.ended is None)
+                    or (launch is None and read_job_status(self.root, job).state == runs.QUEUED)
+                )
             except JobError as error:
-                self._report(number, error)
+                self._report(directory.name, error)
                 continue
-            if job is None:
-                continue
-            if execution and execution.end:
-                self.settled.add(number)
-            elif execution is None or (slurm.follows() if execution.cluster else execution.host == host()):
-                opened.append((job, execution))
-        return opened
+            if job is None or not waits:
+                self.settled.add(directory.name)
+            elif launch is None or (slurm.follows() if launch.cluster else launch.host == host()):
+                opened.append((job, launch))
+        return sorted(opened, key=lambda pair: pair[0].position)
 
-    def _report(self, number: int, error: Exception) -> None:
+    def _report(self, name: str, error: Exception) -> None:
         """Log a problem with a job, once."""
-        if self.reported.get(number) != str(error):
-            self.reported[number] = str(error)
-            print(f"{now()} job {number}: {one_line(error)}", flush=True)
+        if self.reported.get(name) != str(error):
+            self.reported[name] = str(error)
+            print(f"{now()} {name}: {one_line(error)}", flush=True)
 
     # Starting
 
@@ -178,7 +183,7 @@ class Runner:
 
     def _start_next(self) -> bool:
         with locked(self.root):
-            queued = [job for job, execution in self._open() if execution is None and not job.on_cluster]
+            queued = [job for job, launch in self._open() if launch is None and not job.on_cluster]
             if not queued or not self._has_space():
                 return False
             self._start(queued[0])
@@ -186,146 +191,155 @@ class Runner:
 
     def _start(self, job: Job) -> None:
         """Start its process. The files say at every moment whether there may be a process."""
-        execution = Execution(host(), boot(), now(), out_of_memory_kills(), runner=self.process)
-        write_execution(self.root, job, execution)
-        what = ["run", "--config", str(directory_of(self.root, job) / "job.json")]
-        if job.measures:
-            what = job.measures.arguments
-        elif job.resume:
-            what = ["run", "--resume", job.resume]
-        command = [sys.executable, "-P", "-m", "binade", *what, "--tensor-save-dir", str(self.root)]
+        launch = Launch(host(), boot(), now(), out_of_memory_kills(), self.process)
+        write_launch(self.root, job, launch)
+        directory = directory_of(self.root, job)
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "binade",
+            *job.started_as(self.root),
+            "--tensor-save-dir",
+            str(self.root),
+        ]
         try:
-            with open(directory_of(self.root, job) / "log.txt", "ab", opener=no_link) as log:
-                child = subprocess.Popen(
+            with open(directory / OUTPUT_FILE, "ab", opener=no_link) as output:
+                self.children[job.run_id] = subprocess.Popen(
                     command,
                     cwd=job.directory,
-                    env=_environment() | {JOB_VARIABLE: job.token},
+                    env=_environment() | {RUN_VARIABLE: str(directory)},
                     stdin=subprocess.DEVNULL,
-                    stdout=log,
+                    stdout=output,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )
         except OSError as error:
             named = f" ({error.filename})" if error.filename else ""
-            reason = f"it could not be started: {error.strerror or error}{named}"
-            self._note_end(job, execution, after(JobState.STARTING, JobState.FAILED), reason)
-            return
-        self.children[job.id] = child
-        process = Process.of(child.pid) or Process(child.pid, 0.0)
-        write_execution(self.root, job, replace(execution, process=process))
+            self._end(job, launch, runs.FAILED, f"it could not be started: {error.strerror or error}{named}")
 
-    # Following
+    # Following a cluster
 
-    def _follow(self, opened: list[tuple[Job, Execution | None]]) -> None:
+    def _follow(self, opened: list[tuple[Job, Launch | None]]) -> None:
         """Ask the cluster about its jobs, end the cancelled ones and note how the others ended. Raises OSError."""
-        known = [(job, execution.cluster) for job, execution in opened if execution and execution.cluster]
-        if ids := [cluster.id for job, cluster in known if cancelled_at(self.root, job) is not None]:
+        known = [(job, launch.cluster) for job, launch in opened if launch and launch.cluster]
+        cancelled = {job.run_id for job, launch in opened if launch and launch.cancelled}
+        if ids := [cluster.id for job, cluster in known if job.run_id in cancelled]:
             slurm.cancel(ids)
         cluster_jobs = slurm.poll([cluster for _, cluster in known]) if known else {}
-        for job, execution in opened:
+        for job, launch in opened:
             try:
-                self._follow_one(job, execution, cluster_jobs)
+                if launch is None or launch.cluster is None:
+                    self._lose(job)
+                    continue
+                cluster = cluster_jobs.get(launch.cluster.id, launch.cluster)
+                if cluster != launch.cluster:
+                    launch = replace(launch, cluster=cluster)
+                    with locked(self.root):
+                        change_launch(self.root, job, cluster=cluster)
+                if cluster.state in slurm.ENDED:
+                    self._settle(job, launch, None)
             except (OSError, ValueError) as error:  # as in `_attend`
-                self._report(job.id, error)
-
-    def _follow_one(self, job: Job, execution: Execution | None, cluster_jobs: Mapping[str, slurm.ClusterJob]) -> None:
-        if execution is None or execution.cluster is None:
-            self._lose(job)
-            return
-        cluster = cluster_jobs.get(execution.cluster.id, execution.cluster)
-        if cluster != execution.cluster:
-            execution = replace(execution, cluster=cluster)
-            write_execution(self.root, job, execution)
-        if cluster.state in slurm.ENDED:
-            self._settle(job, execution, None)
+                self._report(job.run_id, error)
 
     def _lose(self, job: Job) -> None:
         """A job is submitted while the queue is locked, so one without a number from the cluster was interrupted."""
         with locked(self.root):
-            submission = read_execution(self.root, job)
-            if read_job(self.root, job.id) and not (submission and (submission.cluster or submission.end)):
-                state = after(JobState.QUEUED, JobEvent.SUBMIT, JobState.FAILED)
-                execution = Execution(host(), boot(), now())
-                self._note_end(job, execution, state, "its submission was interrupted: retry the job")
+            if read_job(directory_of(self.root, job)) and read_launch(self.root, job) is None:
+                reason = "its submission was interrupted: retry the job"
+                self._end(job, Launch(host(), boot(), now()), runs.FAILED, reason)
 
-    def _attend(self, job: Job, execution: Execution) -> bool:
+    # Following processes of this machine
+
+    def _attend(self, job: Job, launch: Launch) -> bool:
         """Whether the job still runs; if not, its end is recorded. A problem with one job does not affect others."""
         try:
-            return self._look_after(job, execution)
+            return self._look_after(job, launch)
         except (OSError, ValueError) as error:  # a write failed, or a file is damaged: the next turn tries again
-            self._report(job.id, error)
-            return execution.alive or job.id in self.children
+            self._report(job.run_id, error)
+            return job.run_id in self.children
 
-    def _look_after(self, job: Job, execution: Execution) -> bool:
-        if execution.process is None:
-            return self._adopt(job, execution)
-        if cancelled_at(self.root, job) is not None:
-            self._press(job, execution)
-        child = self.children.get(job.id)
+    def _look_after(self, job: Job, launch: Launch) -> bool:
+        child, first = self.children.get(job.run_id), self._first(job, launch)
+        if launch.cancelled:
+            self._press(job, launch, first)
         # A child counts as alive until its exit status is known, which may be later than its process looks dead.
-        if child.poll() is None if child else execution.alive:
-            if execution.runner != self.process:
-                with suppress(OSError):
-                    write_execution(self.root, job, replace(execution, runner=self.process))
+        if child.poll() is None if child else first is not None and first.alive:
+            self._adopt(job, launch)
             return True
-        if execution.here and (rest := self._processes(job, execution)):
-            since = self.orphaned.setdefault(job.id, time.monotonic())
-            if time.monotonic() - since > NOTICE:
-                _send(rest, signal.SIGKILL)
+        if launch.here and (left := processes_of(self.root, job)):
+            self._adopt(job, launch)
+            if child or first:  # it had a first process, which is gone
+                since = self.orphaned.setdefault(job.run_id, time.monotonic())
+                if time.monotonic() - since > NOTICE:
+                    _send(left, signal.SIGKILL)
             return True
-        self._settle(job, execution, child.returncode if child else None)
+        if launch.here and child is None and first is None:
+            self._take_back(job)
+        else:
+            self._settle(job, launch, child.returncode if child else None)
         return False
 
-    def _adopt(self, job: Job, execution: Execution) -> bool:
-        """A runner was killed while it started this job: find its process, if there is one, by the job's mark."""
-        processes = sorted(marked(job.token), key=lambda process: (process.pid_started, process.pid))
+    def _first(self, job: Job, launch: Launch) -> Process | None:
+        """The process that the run depends on; None if it is of another runner and has not begun the run, or is not of
+        this machine."""
+        if child := self.children.get(job.run_id):
+            return Process.of(child.pid)
+        status = read_job_status(self.root, job)
+        if not launch.here or status.state == runs.QUEUED:
+            return None
+        return Process(status.pid, status.pid_started)
+
+    def _adopt(self, job: Job, launch: Launch) -> None:
+        """Follow a job that another runner has started."""
+        if launch.runner != self.process:
+            with suppress(OSError, RunError), locked(self.root):
+                change_launch(self.root, job, runner=self.process)
+
+    def _take_back(self, job: Job) -> None:
+        """A runner was killed while it started this job, and there is no process: it is queued again."""
         with locked(self.root):
-            if processes:
-                write_execution(self.root, job, replace(execution, process=processes[0], runner=self.process))
-            elif (state := after(state_of(None, cancelled_at(self.root, job)), JobEvent.LOSE)) is JobState.QUEUED:
-                drop_execution(self.root, job)
-            else:
-                self._note_end(job, execution, state, None)
-        return bool(processes)
+            launch = read_launch(self.root, job)
+            if launch and launch.cancelled:
+                self._end(job, launch, runs.CANCELLED, None)
+            elif not marked(directory_of(self.root, job)):
+                drop_launch(self.root, job)
 
-    def _processes(self, job: Job, execution: Execution) -> set[Process]:
-        """Every live process of the job: the first one, those with its mark, and the ranks recorded by its run."""
-        processes = marked(job.token) | ({execution.process} if execution.process else set())
-        run = run_of(self.root, job)
-        for rank in rank_statuses(run.directory) if run else []:
-            if rank.host == host():
-                processes.add(Process(rank.pid, rank.pid_started))
-        return {process for process in processes if process.alive}
-
-    def _press(self, job: Job, execution: Execution) -> None:
+    def _press(self, job: Job, launch: Launch, first: Process | None) -> None:
         """End a job. First its first process gets a signal, which ends the ranks and saves what was recorded; then all
         of its processes do; then they are killed."""
-        if not execution.here or execution.process is None:
+        if not launch.here:
             return
-        asked_before = execution.alive and job.id in self.pressed
-        since = time.monotonic() - self.pressed.setdefault(job.id, time.monotonic())
+        alive = first is not None and first.alive
+        asked_before = alive and job.run_id in self.pressed
+        since = time.monotonic() - self.pressed.setdefault(job.run_id, time.monotonic())
         if since > END_ALL:
-            _send(self._processes(job, execution), signal.SIGKILL)
-        elif not asked_before and execution.alive:
-            execution.process.send(signal.SIGTERM)
-        elif since > ASK_ALL or not execution.alive:
-            _send(self._processes(job, execution), signal.SIGTERM)
+            _send(processes_of(self.root, job), signal.SIGKILL)
+        elif first and alive and not asked_before:
+            first.send(signal.SIGTERM)
+        elif since > ASK_ALL or not alive:
+            _send(processes_of(self.root, job), signal.SIGTERM)
 
-    def _settle(self, job: Job, execution: Execution, exit_status: int | None) -> None:
+    # Ending
+
+    def _settle(self, job: Job, launch: Launch, exit_status: int | None) -> None:
         """Record how a job ended whose last process is gone. Raises OSError."""
-        run = run_of(self.root, job)
         with locked(self.root):  # a cancellation comes before this or is refused
-            before = state_of(run, cancelled_at(self.root, job), execution.cluster)
-            end, reason = how_it_ended(self.root, job, execution, run, exit_status)
-            if end is JobState.CANCELLED and run and run.status.state != runs.CANCELLED:
-                settle(run.directory, runs.CANCELLED, None)
-            elif execution.cluster and run and run.status.state in (runs.RUNNING, runs.CRASHED):
-                settle(run.directory, runs.FAILED, reason)  # its ranks could not report it
-            self._note_end(job, execution, after(before, end), reason)
-        self.children.pop(job.id, None)
+            launch = replace(read_launch(self.root, job) or launch, cluster=launch.cluster)
+            status = read_job_status(self.root, job)
+            state, reason = how_it_ended(self.root, job, launch, status, exit_status)
+            if launch.cluster and state == runs.CRASHED:
+                state = runs.FAILED
+            self._end(job, launch, state, reason)
+        self.children.pop(job.run_id, None)
 
-    def _note_end(self, job: Job, execution: Execution, state: JobState, reason: str | None) -> None:
-        write_execution(self.root, job, replace(execution, end=End(state, reason, now())))
+    def _end(self, job: Job, launch: Launch, state: runs.RunState, reason: str | None) -> None:
+        """Write the state of a run that has not ended by itself, then that nothing of it is left."""
+        directory = directory_of(self.root, job)
+        status = read_job_status(self.root, job)
+        if (status.state, status.reason) != (state, reason):
+            settle(directory, state, reason)
+        write_launch(self.root, job, replace(launch, ended=now()))
 
 
 def _send(processes: set[Process], signum: signal.Signals) -> None:

@@ -1,7 +1,7 @@
 """Jobs of a Slurm cluster: submitted with sbatch as one array, followed with squeue and sacct, ended with scancel.
 
-A task of the array is a job of the queue. It reads job.json in the job's directory, which the nodes must share, and
-writes the output of all ranks to log.txt there.
+A task of the array is a job of the queue. It reads job.json in the run's directory, which the nodes must share, and
+writes the output of all ranks to output.txt there.
 
 Slurm's command line is used and not its REST service or Python modules: it is on every machine that can submit.
 """
@@ -13,17 +13,17 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from pydantic.dataclasses import dataclass
 
 from binade.collector.errors import ConfigError
-from binade.collector.jobs.transitions import JobState
 from binade.collector.training.targets import Target
 from binade.data.json_files import STRICT
 from binade.data.python import package_path
+from binade.data.runs import RunState
 
 PATIENCE = 10  # seconds that a command of Slurm may take: local jobs wait in the meantime
 SUBMIT_PATIENCE = 60  # seconds that sbatch may take
@@ -32,14 +32,14 @@ WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", 
 UNKNOWN = "UNKNOWN"  # Slurm no longer knows the job
 # The states that determine how a job ended. For others, such as FAILED, the run or its log says more.
 ENDS = {
-    "TIMEOUT": (JobState.TIME_LIMIT, "the job reached its time limit"),
-    "DEADLINE": (JobState.TIME_LIMIT, "the job reached its deadline"),
-    "NODE_FAIL": (JobState.NODE_LOST, "a node of the job failed"),
-    "BOOT_FAIL": (JobState.NODE_LOST, "a node of the job could not be started"),
-    "OUT_OF_MEMORY": (JobState.NO_MEMORY, "a rank took more memory than the job requested"),
-    "PREEMPTED": (JobState.KILLED, "the job was preempted by another"),
-    "REVOKED": (JobState.KILLED, "the job was revoked by the cluster"),
-    "CANCELLED": (JobState.CANCELLED, "the job was cancelled in Slurm"),
+    "TIMEOUT": (RunState.FAILED, "the job reached its time limit"),
+    "DEADLINE": (RunState.FAILED, "the job reached its deadline, a time limit"),
+    "NODE_FAIL": (RunState.FAILED, "a node of the job failed"),
+    "BOOT_FAIL": (RunState.FAILED, "a node of the job could not be started"),
+    "OUT_OF_MEMORY": (RunState.FAILED, "out of memory: a rank took more than the job requested"),
+    "PREEMPTED": (RunState.FAILED, "the job was preempted by another"),
+    "REVOKED": (RunState.FAILED, "the job was revoked by the cluster"),
+    "CANCELLED": (RunState.CANCELLED, "the job was cancelled in Slurm"),
 }
 ENDED = (*ENDS, "COMPLETED", "FAILED", UNKNOWN)
 
@@ -74,15 +74,14 @@ class ClusterJob:
         return ", ".join(filter(None, (reason, " ".join(filter(None, known)))))
 
 
-def script(target: Target, root: Path, folder: Path, working: Path, first: int, count: int, name: str = "") -> str:
-    """The sbatch script for the jobs from `first` on, whose directories are in `folder`. Raises ConfigError as
-    `check_places`."""
+def script(target: Target, root: Path, directories: Sequence[Path], working: Path, name: str = "") -> str:
+    """The sbatch script for the runs of these directories. Raises ConfigError as `check_places`."""
     check_places(root, working)
     # Shortly before the time limit the ranks get SIGUSR1 and end: what was recorded is kept. A node that fails ends the
     # job: started again by Slurm, it would write a second run.
     settings = {
         "job-name": "binade",
-        "array": f"0-{count - 1}" + (f"%{target.at_once}" if target.at_once else ""),
+        "array": f"0-{len(directories) - 1}" + (f"%{target.at_once}" if target.at_once else ""),
         "nodes": target.nodes,
         "ntasks-per-node": target.ranks_per_node,
         "gpus-per-node": target.gpus_per_node,
@@ -91,7 +90,7 @@ def script(target: Target, root: Path, folder: Path, working: Path, first: int, 
         "time": target.time,
         "chdir": shlex.quote(str(working)),
         "signal": f"USR1@{NOTICE}",
-        "output": shlex.quote(str(folder / f"{first:04d}" / "batch_%a.txt")),
+        "output": shlex.quote(str(directories[0] / "batch_%a.txt")),
     }
     package = package_path() if target.python is None else None
     path = f'export PYTHONPATH={shlex.quote(str(package))}"${{PYTHONPATH:+:$PYTHONPATH}}"' if package else ""
@@ -107,12 +106,13 @@ def script(target: Target, root: Path, folder: Path, working: Path, first: int, 
         *(f"#SBATCH --{name}={value}" for name, value in settings.items() if value is not None),
         "#SBATCH --no-requeue",
         *(f"#SBATCH {option}" for option in target.options),
-        f"job={shlex.quote(str(folder))}/$(printf %04d $(({first} + SLURM_ARRAY_TASK_ID)))",
-        'exec >>"$job/log.txt" 2>&1',
+        "runs=(" + " ".join(shlex.quote(str(directory)) for directory in directories) + ")",
+        'run="${runs[$SLURM_ARRAY_TASK_ID]}"',
+        'exec >>"$run/output.txt" 2>&1',
         *target.setup,
         *([path] if path else []),
         f"export TENSOR_SAVE_DIR={shlex.quote(str(root))} BINADE_TARGET={shlex.quote(name)}",
-        f'exec {shlex.join(words)} "$job"',
+        f'exec {shlex.join(words)} "$run"',
     ]
     return "\n".join(lines) + "\n"
 

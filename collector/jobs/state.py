@@ -1,8 +1,8 @@
-"""The state of a job, from files on disk and from its processes.
+"""The state of a job: that of its run, and why it ended.
 
-Until the runner has noted how a job ended, the job is active as long as any process of it lives, or the runner that
-follows it: only that runner knows the exit status, so no state is shown that it could contradict later. If that runner
-is gone too, the state follows from the same evidence that the next runner will use.
+From its start until the runner has noted its end, a job is active as long as any process of it lives, or the runner
+that follows it: only that runner knows the exit status, so no state is shown that it could contradict later. If that
+runner is gone too, the state follows from the same evidence that the next runner will use.
 """
 
 from __future__ import annotations
@@ -14,55 +14,69 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
+from enum import StrEnum
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from binade.collector.jobs.estimate import step_times
-from binade.collector.jobs.processes import boot, host, marked, out_of_memory_kills
-from binade.collector.jobs.slurm import ENDS, ClusterJob
-from binade.collector.jobs.store import (
-    Execution,
+from binade.collector.jobs.directory import (
+    OUTPUT_FILE,
     Job,
     JobError,
-    cancelled_at,
+    Launch,
     directory_of,
-    read_execution,
-    read_jobs,
-    read_runner,
+    read_job_status,
+    read_launch,
 )
-from binade.collector.jobs.transitions import ACTIVE, JobEvent, JobState, after
+from binade.collector.jobs.estimate import step_times
+from binade.collector.jobs.processes import Process, boot, host, marked, out_of_memory_kills
+from binade.collector.jobs.queue import read_jobs, read_runner
+from binade.collector.jobs.slurm import ENDS, ClusterJob
 from binade.collector.training.checkpoints import last
 from binade.collector.training.config import RunConfig
 from binade.data import runs
-from binade.data.runs import RUN_FILE, RunError, RunInfo, read_run, run_directories, sound_losses
+from binade.data.runs import RankStatus, RunError, RunInfo, RunState, Status, rank_statuses, read_run, sound_losses
 from binade.data.store import no_link
 from binade.data.text import signal_name
 
-ADVICE = {
-    JobState.FAILED: "Read the reason and the end of the log, correct the cause, and retry.",
-    JobState.CRASHED: "Retry. If it happens again, the end of the log shows how far it got.",
-    JobState.KILLED: (
-        "Its process was killed. Retry. If it happens again, find out what kills processes on this machine."
-    ),
-    JobState.NO_MEMORY: (
-        "Use fewer layers, a shorter sequence, a smaller micro-batch or the tiny size, and run fewer jobs at once."
-    ),
-    JobState.NO_DISK: (
-        "Free space, or delete runs; a smaller byte budget, or recording without values, takes less space."
-    ),
-    JobState.RESTARTED: "The machine went down while the job was running. Retry.",
-    JobState.TIME_LIMIT: "What was recorded is kept. Request a longer limit with --time, or train fewer iterations.",
-    JobState.NODE_LOST: "Retry: the cluster may use another node.",
-}
+
+class JobState(StrEnum):
+    """The state of a job, as shown to users: that of its run, or what happens to it before and after."""
+
+    QUEUED = RunState.QUEUED
+    PENDING = "pending"  # waits in a cluster's queue
+    STARTING = "starting"  # has a process, or will have one in a moment, that has not begun the run yet
+    RUNNING = RunState.RUNNING
+    CANCELLING = "cancelling"  # its processes are being ended
+    DONE = RunState.DONE
+    CANCELLED = RunState.CANCELLED
+    FAILED = RunState.FAILED
+    CRASHED = RunState.CRASHED
+
+
 _NO_DISK = re.compile(r"No space left|Disk quota exceeded", re.I)
 _NO_MEMORY = re.compile(
-    r"out of memory|MemoryError|can't allocate memory|Cannot allocate memory|not enough memory|"
+    r"out of memory|memory ran out|MemoryError|can't allocate memory|Cannot allocate memory|not enough memory|"
     r"exceeded (job )?memory limit|oom-kill event",  # as Slurm says it
     re.I,
 )
+# What to do about a reason, the first that matches.
+ADVICE = (
+    (_NO_DISK, "Free space, or delete runs; a smaller byte budget, or recording without values, takes less space."),
+    (
+        _NO_MEMORY,
+        "Use fewer layers, a shorter sequence, a smaller micro-batch or the tiny size, and run fewer at once.",
+    ),
+    (re.compile("time limit"), "What was recorded is kept. Request more with --time, or train fewer iterations."),
+    (re.compile("a node of the job|preempted|revoked"), "Retry: the cluster may use another node."),
+    (re.compile("machine was restarted"), "The machine went down while the job was running. Retry."),
+    (re.compile("SIGKILL|: Killed$"), "Retry. If it happens again, find out what kills processes on this machine."),
+)
+OTHER_ADVICE = {
+    JobState.FAILED: "Read the reason and the end of the log, correct the cause, and retry.",
+    JobState.CRASHED: "Retry. If it happens again, the end of the log shows how far it got.",
+}
 PEER_LOST = "lost the connection to another rank"  # as PeerLostError says, in a module that imports torch
-_TIME_LIMIT = re.compile(r"came near its time limit")
 _OF_SLURM = re.compile(r"(slurmstepd|srun|slurmd)\S*: error: .*(memory limit|oom|[Kk]illed|[Nn]ode)")
 _WAS_KILLED = re.compile(r"was killed by SIGKILL|^srun: error: .*: Killed$")
 TAIL = 16_384  # bytes of a log that are read
@@ -70,11 +84,12 @@ TAIL = 16_384  # bytes of a log that are read
 
 @dataclass(frozen=True)
 class JobView:
-    """The current state of a job. reason and advice are for one that failed; started and ended are ISO 8601 in UTC; run
-    is None before the run directory exists, and once it is deleted; cluster is for one on a cluster."""
+    """The current state of a job. active: whether it waits or is followed; reason is for one that failed; started and
+    ended are ISO 8601 in UTC; run is None before its command has begun it; cluster is for one on a cluster."""
 
     job: Job
     state: JobState
+    active: bool
     reason: str | None = None
     run: RunInfo | None = None
     started: str | None = None
@@ -82,12 +97,12 @@ class JobView:
     cluster: ClusterJob | None = None
 
     @property
-    def active(self) -> bool:
-        return self.state in ACTIVE
-
-    @property
     def advice(self) -> str | None:
-        return ADVICE.get(self.state)
+        """What to do about the reason; None for a job that did not fail."""
+        if self.state not in OTHER_ADVICE:
+            return None
+        found = (advice for pattern, advice in ADVICE if pattern.search(self.reason or ""))
+        return next(found, OTHER_ADVICE[self.state])
 
 
 @dataclass(frozen=True)
@@ -103,55 +118,34 @@ class Progress:
         return min(self.done / self.total, 1.0) if self.total else 0.0
 
 
-_jobs: dict[Path, tuple[tuple[int, int], str]] = {}  # by run directory: which run.json was read, and its job
-
-
-def runs_by_job(root: Path) -> dict[str, Path]:
-    """The run directory of each job, by the job's token."""
-    directories = {}
-    for entry in reversed(run_directories(root)):  # for copied runs, the first by name
-        with suppress(RunError, OSError):  # no run, damaged, or just deleted
-            written = (entry / RUN_FILE).stat()
-            mark = written.st_ino, written.st_mtime_ns
-            if entry not in _jobs or _jobs[entry][0] != mark:
-                _jobs[entry] = mark, str(read_run(entry).config.get("job_token"))
-            directories[_jobs[entry][1]] = entry
-    return directories
-
-
-def view_of(root: Path, job: Job, known: dict[str, Path] | None = None) -> JobView:
-    """The current state of the job. known: `runs_by_job` of the root, if that has been read already. Raises JobError if
-    the job's files are damaged."""
-    execution = read_execution(root, job)
-    if execution is None:
-        return JobView(job, JobState.QUEUED)
-    cancelled = cancelled_at(root, job)
-    cluster = execution.cluster
-    if execution.process is None and cluster is None:
-        if execution.end:
-            return JobView(job, execution.end.state, execution.end.reason, ended=execution.end.at)
-        return JobView(job, state_of(None, cancelled))
-    lives = execution.end is None and _lives(job, execution)
-    if not lives:  # nothing writes any more: the files are final
-        execution = read_execution(root, job) or execution
-    run = run_of(root, job, known)
-    if run is None and not lives:
-        run = run_of(root, job)
-    started = (run.config.get("started") if run and not job.resume else None) or execution.at
-    if lives and (cluster or execution.host == host() or run is None or run.status.state == runs.RUNNING):
-        return JobView(job, state_of(run, cancelled, cluster), None, run, started, cluster=cluster)
-    end = execution.end
-    if end:
-        state, reason = end.state, end.reason
+def view_of(root: Path, job: Job) -> JobView:
+    """The current state of the job. Raises JobError if its files are damaged."""
+    launch = read_launch(root, job)
+    lives = launch is not None and launch.ended is None and _lives(root, job, launch)
+    if launch and not lives:  # nothing writes any more: the files are final
+        launch = read_launch(root, job)
+    status, run = read_job_status(root, job), run_of(root, job)
+    if launch is None:
+        queued = status.state == runs.QUEUED
+        return JobView(job, JobState(status.state), queued, status.reason, run, ended=status.finished)
+    started = run.config.get("started") if run and not job.resumes else launch.at
+    if lives:
+        active = _active_state(root, job, launch, status)
+        return JobView(job, active, True, None, run, started, None, launch.cluster)
+    if launch.ended:
+        state, reason = (run.status.state, run.status.reason) if run else (status.state, status.reason)
     else:
-        outcome, reason = how_it_ended(root, job, execution, run, None)
-        state = after(state_of(run, cancelled, cluster), outcome)
-    if state is JobState.DONE and run is None and not job.measures:  # a later measurement continues the run
-        reason = "its run has been deleted"
-    noted, finished = end.at if end else None, run.status.finished if run else None
-    # For a crashed run, the status only has the last heartbeat.
-    ended = noted or finished if run and run.status.state == runs.CRASHED else finished or noted
-    return JobView(job, state, reason, run, started, ended, cluster)
+        state, reason = how_it_ended(root, job, launch, status, None)
+    ended = status.finished or launch.ended
+    return JobView(job, JobState(state), False, reason, run, started, ended, launch.cluster)
+
+
+def _active_state(root: Path, job: Job, launch: Launch, status: Status) -> JobState:
+    if launch.cancelled:
+        return JobState.CANCELLING
+    if launch.cluster and launch.cluster.waits:
+        return JobState.PENDING
+    return JobState.STARTING if status.state == runs.QUEUED else JobState.RUNNING
 
 
 def resumable(view: JobView) -> bool:
@@ -163,23 +157,10 @@ def resumable(view: JobView) -> bool:
     return False
 
 
-def state_of(run: RunInfo | None, cancelled: str | None, cluster: ClusterJob | None = None) -> JobState:
-    """The state of a job that was started or submitted and has not ended."""
-    started = cluster is None or not cluster.waits
-    events = [
-        *([JobEvent.SUBMIT] if cluster else []),
-        *([JobEvent.START] if started else []),
-        *([JobEvent.RECORD] if run and started else []),
-        *([JobEvent.CANCEL] if cancelled is not None else []),
-    ]
-    return after(JobState.QUEUED, *events)
-
-
-def run_of(root: Path, job: Job, known: dict[str, Path] | None = None) -> RunInfo | None:
-    """The run that the job has created or continued last."""
-    directory = (runs_by_job(root) if known is None else known).get(job.token)
+def run_of(root: Path, job: Job) -> RunInfo | None:
+    """The run of a job; None if its command has not begun it, or its files are damaged."""
     with suppress(RunError):
-        return read_run(directory) if directory else None
+        return read_run(directory_of(root, job))
     return None
 
 
@@ -189,55 +170,65 @@ def has_runner(root: Path) -> bool:
     return runner is not None and runner.alive
 
 
-def _lives(job: Job, execution: Execution) -> bool:
+def processes_of(root: Path, job: Job) -> set[Process]:
+    """Every live process of a job on this machine: those with its mark, and the ranks recorded by its run."""
+    found = marked(directory_of(root, job))
+    recorded: list[Status | RankStatus] = [read_job_status(root, job), *rank_statuses(directory_of(root, job))]
+    for rank in recorded:
+        if rank.host == host() and rank.boot == boot():
+            found.add(Process(rank.pid, rank.pid_started))
+    return {process for process in found if process.alive}
+
+
+def _lives(root: Path, job: Job, launch: Launch) -> bool:
     """Whether a process of the job, or the runner that follows it, is alive; for a job of another machine, only its run
     shows that. Ranks may outlive the process that started them for a moment."""
-    if execution.cluster or execution.host != host():
+    if launch.cluster:
         return True
-    follower = execution.runner
-    return execution.alive or (
-        execution.here and ((follower is not None and follower.alive) or bool(marked(job.token)))
-    )
+    if launch.host != host():
+        run = run_of(root, job)
+        return run is None or run.status.state in (runs.QUEUED, runs.RUNNING)
+    if not launch.here:
+        return False
+    followed = launch.runner is not None and launch.runner.alive
+    begun = read_job_status(root, job).state != runs.QUEUED  # else the next runner follows it or queues it again
+    return followed or not begun or bool(processes_of(root, job))
 
 
 def how_it_ended(
-    root: Path, job: Job, execution: Execution, run: RunInfo | None, exit_status: int | None
-) -> tuple[JobState, str | None]:
+    root: Path, job: Job, launch: Launch, status: Status, exit_status: int | None
+) -> tuple[RunState, str | None]:
     """How and why a job ended whose last process is gone. exit_status is None if unknown."""
-    state = run.status.state if run else None
-    if state == runs.DONE or (run is None and exit_status == 0):
-        return JobState.DONE, None
-    cancelled, cluster = cancelled_at(root, job), execution.cluster
+    state, begun = status.state, status.state != runs.QUEUED
+    if state == runs.DONE or (not begun and exit_status == 0):
+        return runs.DONE, None
+    cancelled, cluster = launch.cancelled, launch.cluster
     if cluster and cancelled is None and cluster.state in ENDS:
         return ENDS[cluster.state]
-    if state == runs.CANCELLED or (run is None and exit_status == 130):
-        return JobState.CANCELLED, None
+    if state == runs.CANCELLED or (not begun and exit_status == 130):
+        return runs.CANCELLED, None
     # A run may fail while it is being cancelled: a rank reports that its neighbor has ended.
-    if cancelled is not None and not (run and state == runs.FAILED and (run.status.finished or "") < cancelled):
-        return JobState.CANCELLED, None
-    message = (run.status.reason if run and state == runs.FAILED else None) or last_words(root, job)
-    if _TIME_LIMIT.search(message):
-        return JobState.TIME_LIMIT, message
+    if cancelled is not None and not (state == runs.FAILED and (status.finished or "") < cancelled):
+        return runs.CANCELLED, None
+    message = (status.reason if state == runs.FAILED else None) or last_words(root, job)
     if cluster:
         message = _first_cause(log_tail(root, job), message)
-    if _NO_DISK.search(message):
-        return JobState.NO_DISK, message
-    if _NO_MEMORY.search(message):
-        return JobState.NO_MEMORY, message
+    if _NO_DISK.search(message) or _NO_MEMORY.search(message):
+        return runs.FAILED, message
     if exit_status == -signal.SIGKILL or _WAS_KILLED.search(message):
         reason = message if _WAS_KILLED.search(message) else "the collector was killed by SIGKILL"
-        if cluster is None and execution.here and out_of_memory_kills() > execution.oom_kills:
-            return JobState.NO_MEMORY, f"{reason}; the kernel killed a process during the run because memory ran out"
-        return JobState.KILLED, reason
-    if cluster is None and execution.host == host() and execution.boot != boot():
-        return JobState.RESTARTED, "the machine was restarted while the job ran"
+        if cluster is None and launch.here and out_of_memory_kills() > launch.oom_kills:
+            reason = f"{reason}; the kernel killed a process during the run because memory ran out"
+        return runs.FAILED if state == runs.FAILED else runs.CRASHED, reason
+    if cluster is None and launch.host == host() and launch.boot != boot():
+        return runs.CRASHED, "the machine was restarted while the job ran"
     if state == runs.FAILED or (cluster and message) or (exit_status is not None and exit_status > 0):
-        return JobState.FAILED, message or f"the collector ended with exit status {exit_status}"
+        return runs.FAILED, message or f"the collector ended with exit status {exit_status}"
     if cluster:
-        return JobState.CRASHED, f"the job has ended ({cluster.state.lower()}) and its log gives no reason"
+        return runs.CRASHED, f"the job has ended ({cluster.state.lower()}) and its log gives no reason"
     if exit_status is not None and exit_status < 0:
-        return JobState.CRASHED, f"the collector was ended by {signal_name(-exit_status)}"
-    return JobState.CRASHED, "the collector's process ended without giving a reason"
+        return runs.CRASHED, f"the collector was ended by {signal_name(-exit_status)}"
+    return runs.CRASHED, "the collector's process ended without giving a reason"
 
 
 def _first_cause(log: Sequence[str], message: str) -> str:
@@ -261,9 +252,9 @@ def last_words(root: Path, job: Job) -> str:
 
 
 def log_tail(root: Path, job: Job, lines: int = 40) -> list[str]:
-    """The last lines of what the collector printed, oldest first."""
+    """The last lines of what the command printed, oldest first."""
     try:
-        with open(directory_of(root, job) / "log.txt", "rb", opener=no_link) as file:
+        with open(directory_of(root, job) / OUTPUT_FILE, "rb", opener=no_link) as file:
             file.seek(0, 2)
             size = file.tell()
             file.seek(max(0, size - TAIL))
@@ -276,20 +267,20 @@ def log_tail(root: Path, job: Job, lines: int = 40) -> list[str]:
 
 def listing(root: Path) -> list[JobView]:
     """The current state of every job that can be read, in the order of the queue; `problems` names the others."""
-    jobs, views = read_jobs(root), []
-    known = runs_by_job(root) if jobs else {}
-    for job in jobs:
+    views = []
+    for job in read_jobs(root):
         with suppress(JobError):
-            views.append(view_of(root, job, known))
+            views.append(view_of(root, job))
     return views
 
 
 def progress(view: JobView) -> Progress:
     """The progress of a job's run. The estimate assumes that each remaining iteration takes as long as earlier ones of
     its kind: warm-up, recorded, not recorded."""
-    if view.run is None or view.job.measures:
+    config = view.job.config
+    if view.run is None or config is None:
         return Progress(0, 0, None)
-    config, losses = view.job.config, losses_of(view.run)
+    losses = losses_of(view.run)
     left = seconds_left(config, losses) if view.state is JobState.RUNNING else None
     return Progress(len(losses), config.warmup_iterations + config.iterations, left)
 

@@ -24,9 +24,8 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from binade.collector.errors import ConfigError
 from binade.collector.ranks import LAUNCHER, PeerLostError
-from binade.collector.settings import JOB_VARIABLE, new_token
 from binade.collector.training.plan import Plan
-from binade.collector.training.ranks import STORE, settle_runs
+from binade.collector.training.ranks import STORE, settle_runs, this_process
 from binade.data.python import package_environment
 from binade.data.runs import CANCELLED, FAILED
 from binade.data.text import signal_name
@@ -44,7 +43,7 @@ class RankFailedError(RuntimeError):
 def launch(plans: Sequence[Plan], root: Path, resume: str | None = None) -> None:
     """Train the runs, one after the other, on their ranks; a branch alone. resume: a run to continue. Raises
     RankFailedError, KeyboardInterrupt, or ConfigError if a rank refused its configuration."""
-    ranks, job = plans[0].config.world_size, os.environ.get(JOB_VARIABLE) or new_token()
+    ranks, process = plans[0].config.world_size, this_process()
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the message below is enough
     with tempfile.TemporaryDirectory(prefix="binade-ranks-") as scratch:
         config = Path(scratch, "config.json")
@@ -57,16 +56,14 @@ def launch(plans: Sequence[Plan], root: Path, resume: str | None = None) -> None
             name="rank",
             entrypoint=sys.executable,
             args=dict.fromkeys(range(ranks), ("-P", "-m", "binade", *line)),
-            envs={
-                rank: _environment(rank, ranks, Path(scratch, "store")) | {JOB_VARIABLE: job} for rank in range(ranks)
-            },
+            envs={rank: _environment(rank, ranks, Path(scratch, "store")) for rank in range(ranks)},
             logs_specs=DefaultLogsSpecs(log_dir=str(Path(scratch, "logs")), redirects=quiet),
         )
         try:
             result = processes.wait()
         except SignalException as cancelled:
             processes.close(cancelled.sigval)
-            settle_runs(root, job, CANCELLED, None)
+            settle_runs(root, process, CANCELLED, None)
             raise KeyboardInterrupt from None
         if result and result.failures:
             rank, failure = _first(result.failures)
@@ -74,7 +71,7 @@ def launch(plans: Sequence[Plan], root: Path, resume: str | None = None) -> None
                 message = f"rank {rank} was killed by {signal_name(-failure.exitcode)}"
             else:
                 message = f"rank {rank}: {_last_line(failure, result.stderrs[rank])}"
-            settle_runs(root, job, FAILED, message)
+            settle_runs(root, process, FAILED, message)
             if failure.exitcode == REFUSED:
                 raise ConfigError(message.removeprefix(f"rank {rank}: "))
             raise RankFailedError(f"the run failed: {message}")

@@ -38,7 +38,7 @@ from binade.collector.pretrained.directory import describe_weights
 from binade.collector.ranks import Ranks
 from binade.collector.recipes.files import to_toml
 from binade.collector.recipes.recipe import Communication
-from binade.collector.settings import JOB_VARIABLE, BackendName, DeviceName, MergeRanks
+from binade.collector.settings import BackendName, DeviceName, MergeRanks
 from binade.collector.training.config import RunConfig
 from binade.collector.training.held_out import Batch, hold_out, logits_of
 from binade.collector.training.memory import available_host_memory, check_memory
@@ -168,7 +168,6 @@ def describe_run(plan: Plan, checkpoint: Checkpoint | None, dataset: Dataset, de
         "parameters": plan.shape.parameters,
         "run_config": asdict(config),
         "command": shlex.join(["binade", *plan.arguments]),
-        "job_token": os.environ.get(JOB_VARIABLE),
         "target": os.environ.get("BINADE_TARGET") or None,
         "versions": {name: _version(name) for name in ("torch", "triton", "numpy")}
         | {"python": platform.python_version()},

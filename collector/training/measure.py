@@ -6,7 +6,6 @@ are those that a run holds out, or those that follow the ones left out: of a run
 
 from __future__ import annotations
 
-import os
 import pickle
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -25,14 +24,13 @@ from binade.collector.errors import ConfigError, raising
 from binade.collector.models.model import GPTModel
 from binade.collector.pretrained.checkpoint import open_checkpoint
 from binade.collector.pretrained.directory import describe_weights
-from binade.collector.settings import JOB_VARIABLE, DeviceName
+from binade.collector.settings import DeviceName
 from binade.collector.training.held_out import hold_out, logits_of, open_batches, sequences_read
 from binade.collector.training.loop import describe_run, prepare
 from binade.collector.training.plan import Plan
 from binade.data.continued import continued_run
 from binade.data.effects import MEASURE, Effect, Measured, continue_effects
 from binade.data.runs import CHECKPOINTS, RunError
-from binade.data.runs import describe_run as describe_saved
 from binade.data.tensor_files import load_plain
 
 Say = Callable[[str], None]
@@ -41,7 +39,7 @@ MEASURES = (
     "model", "size", "layers", "vocab_size", "weights", "data", "seed", "sequence_length", "micro_batch_size",
 )  # fmt: skip
 """The fields of run.json that two measurements of one run agree in."""
-OF_TRAINING = ("recipe", "operands", "recipe_toml", "run_config", "train_iters", "control_iter", "job_token")
+OF_TRAINING = ("recipe", "operands", "recipe_toml", "run_config", "train_iters", "control_iter")
 """What `describe_run` says that does not hold for a measurement."""
 
 
@@ -114,15 +112,12 @@ def measure_effects(
     asked.check()
     with measurable(asked), torch.no_grad():
         opened = open_measured(asked, say)
-        token = {"job_token": os.environ.get(JOB_VARIABLE)}
-        facts = opened.facts | {"kind": MEASURE} | token
+        facts = opened.facts | {"kind": MEASURE}
         label = f"measure_{asked.plan.config.model_name}"
         with _measuring(asked, opened) as measured:
             tasks = asked.tasks(measured)
             with continued_run(root, label, facts, SAME, "effects are being measured") as (writer, existed):
                 known = len(continue_effects(writer.directory)) if existed else 0
-                if existed and token["job_token"]:
-                    describe_saved(writer.directory, token)  # so that the job finds its run
                 say(f"run {writer.run_id}" + f", continued after {known} measurements" * bool(known))
                 clock = _Clock(measured, tasks, len(opened.batches), say, progress)
                 return writer.run_id, record(writer, measured, opened.batches, tasks, clock)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -25,9 +26,9 @@ from binade.collector.capture.recorder import Recorder
 from binade.collector.errors import ConfigError
 from binade.collector.models.feedforward import MixtureOfExperts
 from binade.collector.ranks import LAUNCHER_GONE, NOTICE, PeerLostError, RankGroup, Ranks
-from binade.collector.settings import JOB_VARIABLE, DeviceName, new_token
+from binade.collector.settings import DeviceName
 from binade.collector.training.config import RunConfig
-from binade.data.runs import DONE, FAILED, RunState, list_runs, settle
+from binade.data.runs import DONE, FAILED, RunState, list_runs, process_start, settle
 from binade.quant.quantizer import apply, fake_quantize
 from binade.quant.specs import Spec
 
@@ -44,10 +45,17 @@ def started_as_rank() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def settle_runs(root: Path, job: str, state: RunState, reason: str | None) -> None:
-    """Record the end of a job's unfinished run."""
+def this_process(pid: int | None = None) -> tuple[str, int, float]:
+    """Host, number and start time of this process, or of another one that lives, as in a run's status."""
+    pid = pid or os.getpid()
+    return socket.gethostname(), pid, process_start(pid) or 0.0
+
+
+def settle_runs(root: Path, process: tuple[str, int, float], state: RunState, reason: str | None) -> None:
+    """Record the end of the unfinished run that depends on this process."""
     for run in list_runs(root)[0]:
-        if run.config.get("job_token") == job and run.status.state != DONE:
+        status = run.status
+        if (status.host, status.pid, status.pid_started) == process and status.state != DONE:
             settle(run.directory, state, reason)
 
 
@@ -97,7 +105,9 @@ class _Heartbeats:
         self._thread.join(NOTICE)
 
 
-def _end_when_lost(lost: Callable[[], str | None], job: str, rank: int, root: Path, left: Event) -> None:
+def _end_when_lost(
+    lost: Callable[[], str | None], process: tuple[str, int, float], rank: int, root: Path, left: Event
+) -> None:
     """End this process if what it depends on is lost and it does not notice. gloo may not notice that a peer has died,
     and then waits for TIMEOUT in a call that no signal or exception can interrupt."""
     while not (reason := lost()):
@@ -107,7 +117,7 @@ def _end_when_lost(lost: Callable[[], str | None], job: str, rank: int, root: Pa
         try:
             print(f"binade: {reason}", file=sys.stderr)
             if rank == 0:
-                settle_runs(root, job, FAILED, reason)
+                settle_runs(root, process, FAILED, reason)
         finally:
             os._exit(PeerLostError.exit_status)
 
@@ -135,12 +145,12 @@ def join(config: RunConfig, root: Path) -> Iterator[Ranks]:
         "nccl" if config.device == DeviceName.CUDA else "gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT
     )
     left = Event()
-    os.environ.setdefault(JOB_VARIABLE, new_token())  # rank 0's is in run.json
     launcher = Ranks().owner
     heartbeats = None if STORE in os.environ else _Heartbeats(name, rank, size)
     lost = heartbeats.lost if heartbeats else lambda: LAUNCHER_GONE if launcher and os.getppid() != launcher else None
     # It gets no process group: one that is alive when Python exits aborts the process.
-    Thread(target=_end_when_lost, args=(lost, os.environ[JOB_VARIABLE], rank, root, left), daemon=True).start()
+    process = this_process(launcher)
+    Thread(target=_end_when_lost, args=(lost, process, rank, root, left), daemon=True).start()
     try:
         tensor = _new_group([range(first, first + config.tp) for first in range(0, size, config.tp)])
         data = _new_group([range(first, size, config.tp) for first in range(config.tp)])

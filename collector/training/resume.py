@@ -30,14 +30,14 @@ from torch import nn
 from binade.collector.capture.recorder import Recorder
 from binade.collector.capture.session import Continued
 from binade.collector.errors import ConfigError, raising
-from binade.collector.settings import JOB_VARIABLE, DeviceName
+from binade.collector.settings import DeviceName
 from binade.collector.training.checkpoints import Position, check_resumable, last, to_branch
 from binade.collector.training.config import RunConfig
 from binade.collector.training.plan import Branch, Plan
 from binade.data.events import events_file
 from binade.data.held_out import FILE as HELD_OUT
 from binade.data.json_files import write_json
-from binade.data.runs import CHECKPOINTS, SEGMENT, RunError, RunInfo, RunWriter, describe_run, first_step, read_run
+from binade.data.runs import CHECKPOINTS, SEGMENT, RunError, RunInfo, RunWriter, first_step, read_run
 from binade.data.store import remove_directory, save_state, staged_file
 from binade.data.tensor_files import load_plain
 from binade.data.twin import FILE as TWINS
@@ -108,8 +108,6 @@ class Resumed:
         for path in (run.directory / "ranks").glob("rank*.json"):
             path.unlink()
         status = {name: getattr(first, name) for name in ("iteration", "loss_first", "loss_last")}
-        # First, so that the job finds its run, however this ends.
-        describe_run(run.directory, {"job_token": os.environ.get(JOB_VARIABLE)})
         writer = RunWriter.reopen(run.directory, ranks=ranks, owner=owner, **first.counts, **status)
         for name in sorted(later, reverse=True):  # the last one first, so that a run killed in the meantime has no gap
             remove_directory(segments[name])

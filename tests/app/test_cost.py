@@ -17,7 +17,7 @@ from binade.app.questions.cost.question import COST, NOTHING
 from binade.app.questions.map.question import MAP
 from binade.app.view import View
 from binade.collector import Recorder, instrument, jobs
-from binade.collector.jobs import store
+from binade.collector.jobs import queue
 from binade.collector.recipes.files import read_recipe
 from binade.data.catalog import Catalog
 from binade.data.effects import Effect, EffectGroup, append_effect
@@ -240,16 +240,17 @@ def test_a_click_queues_the_measurement_that_is_shown(visit: Visit, collected: P
     try:
         at.button(key="cost_measure").click()
         rerun(at)
-        assert "unknown recipe" in at.error[0].value and not store.read_jobs(root)
+        assert "unknown recipe" in at.error[0].value and not queue.read_jobs(root)
         at.text_input(key="cost_formats").set_value("mxfp4")
         at.button(key="cost_measure").click()
         rerun(at)
         assert not at.exception and any("The measurement is queued" in each.value for each in at.success)
-        (job,) = store.read_jobs(root)
-        assert job.measures and job.measures.by == "part,site" and job.measures.formats == ("mxfp4",)
-        assert any(f"binade {' '.join(job.arguments)} " in code.value for code in at.code)
+        (job,) = queue.read_jobs(root)
+        options = ("--formats", "mxfp4", "--by", "part,site", "--sequences", "8")
+        assert job.command == ("measure", at.selectbox(key="cost_run").value, *options)
+        assert any(f"binade {' '.join(job.command)} " in code.value for code in at.code)
     finally:
-        for job in store.read_jobs(root):
+        for job in queue.read_jobs(root):
             if jobs.view_of(root, job).active:
                 jobs.cancel(root, job.id)
         end_all(root)
@@ -274,13 +275,13 @@ def test_the_advice_is_said_and_its_button_queues_the_runs(visit: Visit, measure
         recipe = read_recipe(saved_recipe, "mine")
         sites = [recipe.linear, *(part for _, part in recipe.modules)]
         assert {part.rounded_to(field) for part in sites for field in ("forward_a", "forward_b")} == {"nvfp4"}
-        queued = [(job.config.recipe, job.config.train_iters, job.tags) for job in store.read_jobs(root)]
+        queued = [(job.config.recipe, job.config.train_iters, job.tags) for job in queue.read_jobs(root)]
         assert queued == [(name, 2, ("advice mine",)) for name in ["bf16", "linear_nvfp4", str(saved_recipe)] * 2]
         next(button for button in at.button if button.label == "Verify").click()
         rerun(at)
         assert len(at.error) == 1 and "exists" in at.error[0].value
     finally:
-        for job in reversed(store.read_jobs(root)):
+        for job in reversed(queue.read_jobs(root)):
             jobs.cancel(root, job.id)
         end_all(root)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,14 +18,15 @@ from binade.app.jobs import collecting, summary
 from binade.collector import jobs
 from binade.collector.cli.jobs import add_line
 from binade.collector.cli.options import parse
-from binade.collector.jobs import processes, runner, store
+from binade.collector.jobs import directory, processes, queue, runner
 from binade.collector.training.config import RunConfig
 from binade.collector.training.plan import plan
 from binade.collector.training.slurm_options import SlurmOptions
 from binade.collector.training.targets import CONFIG
 from binade.data.access import ReadOnlyError
 from binade.data.catalog import Catalog
-from binade.data.runs import list_runs, write_run_file
+from binade.data.json_files import write_json
+from binade.data.runs import list_runs
 from binade.quant.formats import FORMATS
 from tests.app import roots
 from tests.app.test_pages import Visit, metrics, rerun, words
@@ -52,8 +54,8 @@ def started(at: AppTest) -> SlurmOptions:
 
 def form_of_job(root: Path) -> str:
     """The parameter of the address that *Clone and change* of the only job opens."""
-    (job,) = store.read_jobs(root)
-    return collecting.Form.of_job(job).to_address()
+    (job,) = queue.read_jobs(root)
+    return collecting.Form.of_job(job.config, job).to_address()
 
 
 def press(at: AppTest, key: str) -> AppTest:
@@ -147,7 +149,7 @@ class TestCollect:
         monkeypatch.setenv(CONFIG, str(tmp_path / "binade.toml"))
         targets = tmp_path / "binade.toml"
         targets.write_text('[targets.gpu]\nlauncher = "slurm"\n')
-        path = store.directory_of(root, add_line(root, SHORT)[0]) / "job.json"
+        path = directory.directory_of(root, add_line(root, SHORT)[0]) / "job.json"
         job = json.loads(path.read_text())
         for start in (["--launcher", "slurm", "--time", "90"], ["--target", "gpu", "--time", "90"]):
             path.write_text(json.dumps(job | {"start": asdict(parse([*SHORT, *start]).start)}))
@@ -291,7 +293,7 @@ class TestCollect:
         rerun(at)
         wanted = chosen(at)
         at.button(key="launch").click().run()
-        first, second = store.read_jobs(root)
+        first, second = queue.read_jobs(root)
         assert [job.title for job in (first, second)] == ["mine · bf16", "mine · mxfp4"]
         assert first.tags == second.tags == ("a", "b")
         assert [job.config for job in (first, second)] == wanted
@@ -365,10 +367,9 @@ class TestCollect:
 def make_ended(root: Path, exit_status: int | None, log: str = "", boot: str | None = None) -> jobs.Job:
     """A job whose process is gone, as the runner leaves it."""
     (job,) = add_line(root, SHORT)
-    (store.directory_of(root, job) / "log.txt").write_text(log)
-    gone = processes.Process(1 << 22, 1.0)
-    execution = store.Execution(processes.host(), boot or processes.boot(), job.created, 1 << 40, gone)
-    runner.Runner(root)._settle(job, execution, exit_status)
+    (directory.directory_of(root, job) / directory.OUTPUT_FILE).write_text(log)
+    launch = directory.Launch(processes.host(), boot or processes.boot(), job.created, 1 << 40)
+    runner.Runner(root)._settle(job, launch, exit_status)
     return job
 
 
@@ -379,12 +380,12 @@ class TestJobs:
     @pytest.mark.parametrize(
         ("exit_status", "log", "boot", "state_shown", "said"),
         [
-            (1, "binade: the run failed: No space left on device\n", None, "disk full", "Free space"),
-            (1, "torch.OutOfMemoryError: CUDA out of memory. Tried\n", None, "out of memory", "fewer layers"),
-            (-9, "iteration 3\n", None, "killed", "SIGKILL"),
+            (1, "binade: the run failed: No space left on device\n", None, "failed", "Free space"),
+            (1, "torch.OutOfMemoryError: CUDA out of memory. Tried\n", None, "failed", "fewer layers"),
+            (-9, "iteration 3\n", None, "crashed", "SIGKILL"),
             (-11, "", None, "crashed", "SIGSEGV"),
             (2, "binade: unknown dataset 'x': y\n", None, "failed", "unknown dataset 'x'"),
-            (None, "", "another", "machine restarted", "Retry"),
+            (None, "", "another", "crashed", "machine was restarted"),
         ],
         ids=["disk", "memory", "killed", "crashed", "failed", "restarted"],
     )
@@ -396,35 +397,32 @@ class TestJobs:
         assert {button.key for button in at.button} >= {f"retry_{job.id}", f"clone_{job.id}", f"delete_{job.id}"}
         assert f"cancel_{job.id}" not in {button.key for button in at.button}
 
-    def test_rename_tag_and_cancel_in_the_queue(self, visit: Visit, root: Path):
+    def test_cancel_in_the_queue(self, visit: Visit, root: Path):
         (job,) = add_line(root, SHORT)
         me = processes.Process.of(os.getpid())
-        store.write_runner(root, me)  # the page need not start one: the job stays queued
+        queue.write_runner(root, me)  # the page need not start one: the job stays queued
         jobs.set_at_once(root, 12)
         at = visit(root, "jobs")
         assert "waiting for its turn" in words(at) and at.number_input(key="jobs_at_once").value == 12
-        at.text_input(key=f"title_{job.id}").set_value("better")
-        at.text_input(key=f"tags_{job.id}").set_value("x, y")
-        press(at, f"save_{job.id}")
-        assert jobs.find(root, job.id).title == "better" and jobs.find(root, job.id).tags == ("x", "y")
         press(at, f"cancel_{job.id}")
         assert jobs.view_of(root, job).state == "cancelled" and "cancelled before it started" in words(at)
-        (store.folder(root) / "runner.json").unlink()
+        (queue.folder(root) / "runner.json").unlink()
 
     def test_delete_says_what_goes_and_takes_the_run(self, visit: Visit, root: Path, collected: Path):
         roots.copy(collected, root)
         run = list_runs(root)[0][0]
-        job = make_ended(root, 0)
-        process = processes.Process(run.status.pid, run.status.pid_started)
-        execution = replace(store.read_execution(root, job), process=process, at=str(run.config["started"]))
-        store.write_execution(root, job, execution)
-        write_run_file(run.directory, run.config | {"job_token": job.token})
+        (job,) = add_line(root, SHORT)
+        write_json(run.directory / "job.json", replace(job, run_id=run.run_id))
+        directory.write_launch(
+            root, directory.read_job(run.directory), directory.Launch("a", "b", job.created, ended=job.created)
+        )
+        shutil.rmtree(directory.directory_of(root, job))
         at = visit(root, "jobs", job=str(job.id))
         assert f"{run.status.tensors:,} tensors" in words(at) and run.run_id in words(at)
         at.checkbox(key=f"with_run_{job.id}").check()
         rerun(at)
         at.button(key=f"delete_{job.id}").click().run()
-        assert not run.directory.exists() and store.read_jobs(root) == []
+        assert not run.directory.exists() and queue.read_jobs(root) == []
         assert len(list_runs(root)[0]) == len(list_runs(collected)[0]) - 1
 
 
@@ -473,9 +471,9 @@ def test_jobs_that_were_queued_together_are_compared_once_all_have_ended(collect
     (other,) = jobs.add_runs(root, parse(["quick", "mxfp4"]).plans)
     assert len({job.created for job in together}) == 1 and other.created != together[0].created
     views = [
-        replace(jobs.view_of(root, job), run=run, state=jobs.JobState.DONE)
+        replace(jobs.view_of(root, job), run=run, state=jobs.JobState.DONE, active=False)
         for job, run in zip(together, runs, strict=False)
     ]
     assert summary.runs_to_compare(views[::-1]) == [run.run_id for run in runs[:2]]
     assert summary.runs_to_compare(views[:1]) == []
-    assert summary.runs_to_compare([*views, replace(views[0], state=jobs.JobState.QUEUED)]) == []
+    assert summary.runs_to_compare([*views, replace(views[0], active=True)]) == []

@@ -11,8 +11,7 @@ from binade.app.view import View
 from binade.cli import main
 from binade.collector import jobs
 from binade.collector.cli.compare import cells, sections
-from binade.collector.cli.options import parse
-from binade.collector.jobs import store
+from binade.collector.jobs import queue
 from binade.collector.recipes.files import to_toml
 from binade.collector.recipes.parse import parse_recipe
 from binade.data.catalog import Catalog
@@ -95,11 +94,10 @@ def test_a_click_queues_the_command_that_is_shown(visit: Visit, collected: Path,
         at.button(key="measure").click()
         rerun(at)
         assert not at.exception and any("The measurement is queued" in each.value for each in at.success)
-        (job,) = store.read_jobs(root)
-        assert job.measures and job.measures.run == run_id and f"binade {' '.join(job.arguments)} " in shown + " "
-        assert store.read_jobs(root)[0].config.recipe in job.measures.formats
+        (job,) = queue.read_jobs(root)
+        assert job.command[:2] == ("measure", run_id) and f"binade {' '.join(job.arguments)} " in shown + " "
     finally:
-        for job in store.read_jobs(root):
+        for job in queue.read_jobs(root):
             if jobs.view_of(root, job).active:
                 jobs.cancel(root, job.id)
         end_all(root)
@@ -112,16 +110,16 @@ def test_a_queued_measurement_is_made_and_its_job_is_done(tmp_path: Path):
     line = "run --quantization mxfp4 --layers 1 --train-iters 1 --sequence-length 16 --no-save-tensors"
     assert main([*line.split(), "--tensor-save-dir", str(root)]) == 0
     (run,) = roots.runs_of(root)
-    plans = parse(line.split()).plans
-    measures = jobs.MeasureJob(run.name, ("mxfp4",), 2)
-    (job,) = jobs.add_runs(root, plans, titles=["measure"], measures=measures)
+    words = ("measure", run.name, "--formats", "mxfp4", "--by", "model", "--sequences", "2")
+    job = jobs.add_command(root, words, "measure")
     from binade.collector.jobs.runner import serve
 
     serve(root)
     view = jobs.view_of(root, job)
-    assert (view.state, view.reason) == (jobs.JobState.DONE, None) and view.run and view.run.config["kind"] == "measure"
+    assert (view.state, view.reason) == (jobs.JobState.DONE, None) and view.run.config["kind"] == "measure"
+    assert view.run.run_id == job.run_id
     with Catalog.open(root) as opened:
         effects = opened.effects([run.name])
     assert effects["format"].tolist() == ["mxfp4"] and effects["sequences"].tolist() == [2]
-    assert jobs.retry(root, job.id).measures == measures
+    assert jobs.retry(root, job.id).command == words
     end_all(root)

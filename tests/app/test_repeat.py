@@ -14,7 +14,7 @@ from binade.app.questions.recipes.page import SEEDS
 from binade.collector import jobs
 from binade.collector.cli.options import parse
 from binade.collector.errors import ConfigError
-from binade.collector.jobs import store
+from binade.collector.jobs import queue
 from tests.app import roots
 from tests.app.test_ladder import make_ladder
 from tests.app.test_pages import Visit, rerun, words
@@ -42,13 +42,13 @@ def test_a_click_queues_the_same_runs_with_further_seeds(visit: Visit, collected
         at.button(key="repeat").click()
         rerun(at)
         assert len(at.success) == 1 and not at.error
-        queued = [job.config for job in store.read_jobs(root)]
+        queued = [job.config for job in queue.read_jobs(root)]
         assert len(queued) == len(expected) and set(queued) == expected
         rerun(at)
         assert "Their repetitions with 3 seeds are queued." in words(at)
         assert not [button for button in at.button if button.key == "repeat"]
     finally:
-        for job in reversed(store.read_jobs(root)):
+        for job in reversed(queue.read_jobs(root)):
             jobs.cancel(root, job.id)
         end_all(root)
 

@@ -16,7 +16,7 @@ from binade.collector import Recorder, instrument, jobs
 from binade.collector.advice import choice
 from binade.collector.advice.advice import AdviceRequest, advise
 from binade.collector.advice.costs import FORWARD, GROUPS, OPERAND, AdviceError, Costs, costs, operands_of
-from binade.collector.jobs import store
+from binade.collector.jobs import queue
 from binade.collector.models.site import Site
 from binade.collector.recipes.files import read_recipe, to_toml
 from binade.collector.recipes.parse import parse_recipe
@@ -238,13 +238,13 @@ def test_the_command_writes_a_recipe_and_queues_its_test(command, capsys, tmp_pa
         )
         out, err = capsys.readouterr()
         assert err == "" and "4.25 bits" in out and f"written to {path}" in out and "HiGHS" not in out
-        queued = store.read_jobs(root)
+        queued = queue.read_jobs(root)
         expected = [(seed, recipe) for seed in (5, 6) for recipe in ("bf16", "linear_mxfp4", str(path))]
         assert [(job.config.seed, job.config.recipe) for job in queued] == expected
         settings = {(job.config.train_iters, job.config.save_tensors, job.config.layers) for job in queued}
         assert settings == {(3, False, 1)}
     finally:
-        for job in reversed(store.read_jobs(root)):
+        for job in reversed(queue.read_jobs(root)):
             jobs.cancel(root, job.id)
         end_all(root)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -21,14 +23,15 @@ from binade.collector import jobs
 from binade.collector.cli.jobs import add_line
 from binade.collector.cli.options import parse
 from binade.collector.errors import ConfigError
-from binade.collector.jobs import processes, runner, state, store, transitions
+from binade.collector.jobs import directory, processes, queue, runner, state
 from binade.collector.jobs.estimate import estimate, volume_of
-from binade.collector.jobs.transitions import JobEvent, JobState
+from binade.collector.jobs.state import JobState
 from binade.collector.training.config import RunConfig
 from binade.collector.training.plan import plan
 from binade.data.access import ReadOnlyError
 from binade.data.catalog import Catalog
-from binade.data.runs import list_runs
+from binade.data.json_files import write_json
+from binade.data.runs import RUN_VARIABLE, RunState, RunWriter, list_runs, read_status
 from binade.data.store import HOST
 from tests.collector.forked import run_forked
 from tests.collector.test_failures import check_rows
@@ -54,10 +57,11 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def end_all(place: Path) -> None:
     for view in jobs.listing(place):
-        for process in processes.marked(view.job.token):
+        for process in processes.marked(place / view.job.run_id):
             process.send(signal.SIGKILL)
         if view.active and view.state != JobState.CANCELLING:
-            jobs.cancel(place, view.job.id)
+            with suppress(jobs.JobError):  # it has ended meanwhile
+                jobs.cancel(place, view.job.id)
     until(lambda: not jobs.has_runner(place), "the runner to leave")
 
 
@@ -103,15 +107,18 @@ def runner_of(root: Path) -> processes.Process:
 
 
 def first_process(root: Path, job: jobs.Job) -> processes.Process:
-    execution = store.read_execution(root, job)
-    assert execution and execution.process
-    return execution.process
+    status = read_status(root / job.run_id)
+    return processes.Process(status.pid, status.pid_started)
 
 
-def set_process(root: Path, job: jobs.Job, process: processes.Process, **others: object) -> None:
-    """What the runner notes when it has started a job's process."""
+def set_process(root: Path, job: jobs.Job, process: processes.Process | None, **others: object) -> None:
+    """What the runner notes when it starts a job, and the job's process when it has begun the run."""
     known = {"host": processes.host(), "boot": processes.boot(), "at": "2026-01-01", "oom_kills": 1 << 40}
-    store.write_execution(root, job, store.Execution(**(known | others), process=process))
+    directory.write_launch(root, job, directory.Launch(**(known | others)))
+    if process:
+        where = {name: str((known | others)[name]) for name in ("host", "boot")}
+        status = replace(read_status(root / job.run_id), state=RunState.RUNNING, **where)
+        write_json(root / job.run_id / "status.json", replace(status, pid=process.pid, pid_started=process.pid_started))
 
 
 class TestAsking:
@@ -229,8 +236,8 @@ class TestQueue:
         )
         writers = [start_python("-c", code, root, name) for name in ("one", "two")]
         assert [writer.wait(PATIENCE) for writer in writers] == [0, 0]
-        found = store.read_jobs(root)
-        assert [job.id for job in found] == list(range(1, 41)) and len({job.token for job in found}) == 40
+        found = queue.read_jobs(root)
+        assert [job.id for job in found] == list(range(1, 41)) and len({job.run_id for job in found}) == 40
         for name in ("one", "two"):
             seeds = [job.config.seed for job in found if job.title == name]
             assert seeds == list(range(20))
@@ -262,17 +269,14 @@ class TestQueue:
         assert all(now(root, job).active for job in both)
 
     @pytest.mark.thorough
-    def test_rename_tag_retry_and_delete(self, root):
+    def test_retry_and_delete(self, root):
         job = launch(root, SHORT)
         assert job.title == "mxfp8 · llama32-1b tiny"
-        jobs.change(root, job.id, title=" a\nnew  name ", tags=["one", "two, three", "one", ""])
-        changed = jobs.find(root, job.id)
-        assert changed.title == "a new name" and changed.tags == ("one", "two three")
         with pytest.raises(jobs.JobError, match="cancel it first"):
             jobs.delete(root, job.id, with_run=True)
         done = ended(root, job)
         again = jobs.retry(root, job.id)
-        assert (again.arguments, again.title, again.retry_of) == (job.arguments, "a new name", job.id)
+        assert (again.arguments, again.title, again.repeats) == (job.arguments, job.title, job.run_id)
         jobs.cancel(root, again.id)
         with Catalog.open(root) as catalog:
             assert done.run.run_id in set(catalog.runs()["run_id"])
@@ -286,6 +290,76 @@ class TestQueue:
         ended(root, again)
         assert add_line(root, SHORT)[0].id == 3  # numbers are not given twice
         jobs.cancel(root, 3)
+
+
+class TestRun:
+    """A job is a run."""
+
+    def test_a_queued_run_is_no_run_of_the_index_until_it_begins(self, root, monkeypatch):
+        """Once, and only under its own root."""
+        (job,) = add_line(root, SHORT)
+        assert list_runs(root) == ([], []) and read_status(root / job.run_id).state == "queued"
+        with Catalog.open(root) as catalog:
+            assert catalog.runs(damaged=True).empty and not catalog.refused
+        monkeypatch.setenv(RUN_VARIABLE, str(root / job.run_id))
+        other = RunWriter.create(root.with_name("other"), "mine", {})
+        writer, again = (RunWriter.create(root, "mine", {}) for _ in range(2))
+        assert writer.run_id == job.run_id and job.run_id not in (other.run_id, again.run_id)
+        assert {run.run_id for run in list_runs(root)[0]} == {writer.run_id, again.run_id}
+
+    def test_a_copy_or_a_link_is_no_job(self, root):
+        (job,) = add_line(root, SHORT)
+        shutil.copytree(root / job.run_id, root / "copy")
+        (root / "link").symlink_to(root / job.run_id)
+        assert queue.read_jobs(root) == [job] and jobs.problems(root) == []
+
+    def test_jobs_of_an_earlier_version_are_counted_in_one_line(self, root, command, capsys):
+        for number in (7, 8):
+            (root / ".jobs" / f"{number:04d}").mkdir(parents=True)
+        assert command("jobs") == 0
+        error = capsys.readouterr().err
+        assert error.startswith("binade: 2 jobs of an earlier version are not listed") and error.count("\n") == 1
+        assert add_line(root, SHORT)[0].id == 9
+
+    def test_another_command_is_queued_and_makes_the_run_of_its_directory(self, root, tmp_path, command):
+        steps = tmp_path / "state" / "trainer_state.json"
+        steps.parent.mkdir()
+        steps.write_text(json.dumps({"log_history": [{"step": 1, "loss": 2.5}, {"step": 2, "loss": 2.25}]}))
+        line = ("import", str(steps.parent))
+        assert command("jobs", "add", *line) == 0
+        (job,) = queue.read_jobs(root)
+        view = ended(root, job)
+        assert (view.state, view.reason) == ("done", None), jobs.log_tail(root, job)
+        assert job.command == line and view.run.run_id == job.run_id and view.run.config["kind"] == "import"
+
+    @pytest.mark.parametrize(
+        ("line", "expected"),
+        [
+            (("measure", "--nosuch"), "no such option '--nosuch'"),
+            (("import",), "missing argument"),
+            (("import", "a", "--tensor-save-dir=x"), "comes before the command"),
+            (("serve",), "a job is a command line of run, batch, quick, import"),
+        ],
+    )
+    def test_another_command_that_is_wrong_is_one_line(self, root, command, capsys, line, expected):
+        assert command("jobs", "add", *line) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and expected in error and not queue.read_jobs(root)
+
+    @pytest.mark.thorough
+    def test_resume_continues_the_run_of_the_job_under_its_number(self, root):
+        job = launch(root, (*ENDLESS, "--checkpoint-every", "1"))
+        after_iteration(root, job, 1)
+        jobs.cancel(root, job.id)
+        before = ended(root, job)
+        assert jobs.resumable(before)
+        again = jobs.resume(root, job.id)
+        assert (again.id, again.run_id, again.resumes) == (job.id, job.run_id, True) and again.position > job.position
+        after_iteration(root, again, before.run.status.iteration + 2)
+        jobs.cancel(root, job.id)
+        view = ended(root, again)
+        assert view.state == "cancelled" and len(list_runs(root)[0]) == 1
+        assert check_rows(root) == view.run.status.tensors
 
 
 class TestProgress:
@@ -326,25 +400,25 @@ class TestEnds:
         until(lambda: jobs.has_runner(root), "a look at the queue to have somebody work through it")
         runner_of(root).send(signal.SIGKILL)
         until(lambda: not jobs.has_runner(root), "the runner to be gone")
-        for name in (".runner.json", f"{job.id:04d}/.process.json"):  # of one killed while it wrote
-            (store.folder(root) / f"{name}.{HOST}.1.part").touch()
+        for place in (queue.folder(root) / ".runner.json", root / job.run_id / ".launch.json"):  # of one killed
+            place.with_name(f"{place.name}.{HOST}.1.part").touch()
         done = run_collector("jobs", "cancel", str(job.id), root=root)
         assert done.returncode == 0 and done.stdout == f"job {job.id} cancelled\n", done.stderr
         view = ended(root, job)
         assert view.state == "cancelled" and view.run.status.state == "cancelled" and view.reason is None
-        assert processes.marked(job.token) == set() and not first_process(root, job).alive
+        assert processes.marked(root / job.run_id) == set() and not first_process(root, job).alive
         assert check_rows(root) == view.run.status.tensors >= 2 * 35
 
     @pytest.mark.thorough
     def test_cancel_of_two_ranks_leaves_no_process(self, root):
         job = launch(root, TWO_RANKS)
         after_iteration(root, job, 0)
-        carriers = processes.marked(job.token)
+        carriers = processes.marked(root / job.run_id)
         assert len(carriers) >= 3  # who starts the ranks, and two of them
         jobs.cancel(root, job.id)
         view = ended(root, job)
         assert view.state == "cancelled" and view.run.status.state == "cancelled"
-        assert not any(process.alive for process in carriers) and processes.marked(job.token) == set()
+        assert not any(process.alive for process in carriers) and processes.marked(root / job.run_id) == set()
         assert check_rows(root) == view.run.status.tensors > 0
 
     @pytest.mark.thorough
@@ -356,12 +430,12 @@ class TestEnds:
         worker = runner.Runner(root)
         until(lambda: worker.turn() and (run := now(root, job).run) and run.status.iteration >= 0, "an iteration")
         first_process(root, job).send(signal.SIGSTOP)
-        store.write_cancellation(root, job)
+        directory.change_launch(root, job, cancelled="2026-01-02")
         assert now(root, job).state == "cancelling"
         until(lambda: not worker.turn(), "it to be ended")
         view = now(root, job)
         assert view.state == "cancelled" and view.run.status.state == "cancelled"
-        assert processes.marked(job.token) == set()
+        assert processes.marked(root / job.run_id) == set()
 
     def test_killed_in_warm_up_when_is_known(self, root):
         job = launch(root, (*ENDLESS, "--warmup-iterations", "1000000"))
@@ -369,7 +443,7 @@ class TestEnds:
         first_process(root, job).send(signal.SIGKILL)
         view = ended(root, job)
         last, end = (record["time"] for record in state.losses_of(view.run)[-2:])  # it follows each loss
-        assert view.state == "killed" and view.run.status.iteration == -1
+        assert view.state == "crashed" and "SIGKILL" in view.reason and view.run.status.iteration == -1
         assert datetime.fromisoformat(view.run.status.heartbeat).timestamp() >= last - 0.001  # milliseconds are cut off
         assert datetime.fromisoformat(view.ended).timestamp() >= end - 0.001
 
@@ -380,10 +454,10 @@ class TestEnds:
         rank = json.loads((view.run.directory / "ranks" / "rank01.json").read_text())
         processes.Process(rank["pid"], rank["pid_started"]).send(signal.SIGKILL)
         view = ended(root, job)
-        assert view.state == "killed" and view.reason == "rank 1 was killed by SIGKILL"
+        assert view.state == "failed" and view.reason == "rank 1 was killed by SIGKILL"
         assert (view.run.status.state, view.run.status.reason) == ("failed", "rank 1 was killed by SIGKILL")
         assert jobs.log_tail(root, job)[-1] == "binade: the run failed: rank 1 was killed by SIGKILL"
-        assert processes.marked(job.token) == set()
+        assert processes.marked(root / job.run_id) == set()
         assert check_rows(root, files_too=False) > 0 and not list(view.run.directory.glob("*/.*.part"))
 
     @pytest.mark.thorough
@@ -392,7 +466,7 @@ class TestEnds:
         monkeypatch.setenv("OMP_NUM_THREADS", "1")
         job = launch(small_disk, ENDLESS)
         view = ended(small_disk, job)
-        assert view.state == "disk full" and "no space left on device" in view.reason.lower()
+        assert view.state == "failed" and "no space left on device" in view.reason.lower()
         assert view.advice.startswith("Free space")
         end_all(small_disk)
 
@@ -410,9 +484,10 @@ class TestEnds:
         """What a job of another boot looks like: no process of this one is taken for it."""
         (job,) = add_line(root, SHORT)
         set_process(root, job, processes.Process.of(os.getpid()), boot="another")
-        assert now(root, job).state == "machine restarted"
+        shown = now(root, job)
+        assert shown.state == "crashed" and "machine was restarted" in shown.reason and shown.advice.endswith("Retry.")
         runner.Runner(root).turn()
-        assert now(root, job).state == "machine restarted" and now(root, job).advice.endswith("Retry.")
+        assert (now(root, job).state, now(root, job).reason) == (shown.state, shown.reason)
 
     def test_never_signals_a_process_that_only_has_the_number(self, root):
         with subprocess.Popen(["sleep", "600"]) as stranger:
@@ -420,7 +495,7 @@ class TestEnds:
                 (job,) = add_line(root, SHORT)
                 theirs = processes.Process.of(stranger.pid)
                 set_process(root, job, processes.Process(theirs.pid, theirs.pid_started - 1))
-                store.write_cancellation(root, job)
+                directory.change_launch(root, job, cancelled="2026-01-02")
                 for _ in range(3):
                     runner.Runner(root).turn()
                 assert stranger.poll() is None and now(root, job).state == "cancelled"
@@ -446,15 +521,15 @@ class TestOrder:
         worker = runner.Runner(root)
         child = subprocess.Popen([sys.executable, "-c", HALF_GONE])
         try:
-            set_process(root, job, processes.Process.of(child.pid))
+            set_process(root, job, processes.Process.of(child.pid), runner=worker.process)
             until(lambda: psutil.Process(child.pid).status() == psutil.STATUS_ZOMBIE, "the first thread to end")
-            worker.children[job.id] = child
+            worker.children[job.run_id] = child
             for _ in range(3):
-                assert worker.turn() and now(root, job).state == "starting"
+                assert worker.turn() and now(root, job).state == "running"
         finally:
             child.kill()
         until(lambda: not worker.turn(), "it to be ended")
-        assert now(root, job).state == "killed" and "SIGKILL" in now(root, job).reason
+        assert now(root, job).state == "crashed" and "SIGKILL" in now(root, job).reason
 
     @pytest.mark.thorough
     def test_the_word_of_the_runner_is_waited_for(self, root):
@@ -467,7 +542,7 @@ class TestOrder:
         assert now(root, job).state == "running" and now(root, job).run.status.state == "crashed"
         its_runner.send(signal.SIGCONT)
         view = ended(root, job)
-        assert view.state == "killed" and "SIGKILL" in view.reason and view.advice.startswith("Its process was killed")
+        assert view.state == "crashed" and "SIGKILL" in view.reason and "what kills processes" in view.advice
         assert view.run.status.state == "crashed" and view.run.status.iteration >= 1
         assert any(line.startswith("iteration ") for line in jobs.log_tail(root, job))
 
@@ -484,63 +559,21 @@ class TestOrder:
         until(lambda: not its_runner.alive, "the runner to end")
         shown = now(root, job)
         assert shown.state == "crashed"
-        store.write_runner(root, processes.Process.of(os.getpid()))  # another runner, which has not come to this job
+        queue.write_runner(root, processes.Process.of(os.getpid()))  # another runner, which has not come to this job
         assert now(root, job) == shown
         runner.Runner(root).turn()
         noted = now(root, job)
         assert (noted.state, noted.reason) == (shown.state, shown.reason)
-        (store.folder(root) / "runner.json").unlink()
+        (queue.folder(root) / "runner.json").unlink()
 
     def test_a_job_cancelled_while_a_dead_runner_started_it_is_not_queued_again(self, root):
         (job,) = add_line(root, SHORT)
-        set_process(root, job, None)
+        set_process(root, job, None, runner=processes.Process.of(os.getpid()))
         assert now(root, job).state == "starting"
-        store.write_cancellation(root, job)
+        directory.change_launch(root, job, cancelled="2026-01-02")
         assert now(root, job).state == "cancelling"
         runner.Runner(root).turn()
         assert now(root, job).state == "cancelled"
-
-
-ENDED = (
-    "done",
-    "cancelled",
-    "failed",
-    "crashed",
-    "killed",
-    "out of memory",
-    "disk full",
-    "machine restarted",
-    "time limit",
-    "node lost",
-)
-ENDS = {state: state for state in ENDED}
-EXPECTED = {
-    "queued": {"SUBMIT": "pending", "START": "starting", "CANCEL": "cancelled"},
-    "pending": {"START": "starting", "CANCEL": "cancelling", **ENDS},
-    "starting": {"LOSE": "queued", "RECORD": "running", "CANCEL": "cancelling", **ENDS},
-    "running": {"CANCEL": "cancelling", **ENDS},
-    "cancelling": {"LOSE": "cancelled", "RECORD": "cancelling", "CANCEL": "cancelling", **ENDS},
-}
-
-
-class TestTransitions:
-    @pytest.mark.parametrize("event", [*JobEvent, *map(JobState, ENDED)], ids=lambda event: event.name)
-    @pytest.mark.parametrize("before", JobState)
-    def test_every_state_and_event_is_in_the_table_or_refused(self, before, event):
-        expected = EXPECTED.get(before, {}).get(event if isinstance(event, JobState) else event.name)
-        if expected:
-            assert transitions.allows(before, event) and transitions.after(before, event) == expected
-            return
-        with pytest.raises(transitions.TransitionError, match=event.name):
-            transitions.after(before, event)
-        assert transitions.allows(before, event) == (event is JobEvent.DELETE and before in ENDED)
-
-    def test_an_ended_job_never_changes_its_state(self):
-        assert set(transitions.ENDED) == set(ENDED)
-        assert set(transitions.ACTIVE) | set(transitions.ENDED) == set(JobState)
-
-    def test_advice_is_for_what_did_not_end_as_it_should(self):
-        assert set(state.ADVICE) == set(transitions.ENDED) - {JobState.DONE, JobState.CANCELLED}
 
 
 class TestReadOnly:
@@ -554,7 +587,6 @@ class TestReadOnly:
             lambda: jobs.cancel(root, job.id),
             lambda: jobs.retry(root, job.id),
             lambda: jobs.delete(root, job.id),
-            lambda: jobs.change(root, job.id, title="other"),
             lambda: jobs.set_at_once(root, 2),
             lambda: jobs.start_runner(root),
         ):

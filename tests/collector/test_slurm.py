@@ -16,7 +16,7 @@ import pytest
 
 from binade.collector.cli.jobs import add_line
 from binade.collector.cli.options import parse
-from binade.collector.jobs import runner, slurm, store, view_of
+from binade.collector.jobs import directory, queue, runner, slurm, view_of
 from binade.collector.training.config import RunConfig
 from binade.collector.training.slurm_options import SlurmOptions
 from binade.collector.training.targets import CONFIG
@@ -46,6 +46,12 @@ def settings_of(script: str) -> dict[str, str]:
     return dict(re.findall("^#SBATCH --([a-z-]+)=(.*)$", script, re.M))
 
 
+def runs_of(script: str) -> list[str]:
+    """The directories of the runs, read as the shell reads them."""
+    (line,) = [line for line in script.splitlines() if line.startswith("runs=(")]
+    return shlex.split(line.removeprefix("runs=(").removesuffix(")"))
+
+
 def task_of(script: str) -> list[str]:
     """The command of one task, read as the shell reads it."""
     (line,) = [line for line in script.splitlines() if line.startswith("exec srun ")]
@@ -64,9 +70,10 @@ def test_the_script_asks_for_what_was_asked(command, capsys, tmp_path: Path):
     assert settings_of(script) == {
         "nodes": "2", "ntasks-per-node": "4", "gpus-per-node": "4", "partition": "gpu,big", "account": "lab-7",
         "time": "1-12:30", "job-name": "binade", "signal": "USR1@90", "array": "0-0", "chdir": os.getcwd(),
-        "output": f"{tmp_path}/runs/.jobs/0001/batch_%a.txt",
+        "output": f"{runs_of(script)[0]}/batch_%a.txt",
     }  # fmt: skip
-    task = [sys.executable, "-u", "-m", "binade", "slurm-rank", "$job"]
+    assert [Path(run).parent for run in runs_of(script)] == [tmp_path / "runs"]
+    task = [sys.executable, "-u", "-m", "binade", "slurm-rank", "$run"]
     assert task_of(script) == task and not (tmp_path / "runs").exists()
     assert set(settings_of(dry_script(command, capsys, *SLURM))) == {
         "nodes", "ntasks-per-node", "job-name", "signal", "array", "chdir", "output",
@@ -115,10 +122,14 @@ def test_a_table_of_an_earlier_version_does_not_stop_a_target(command, capsys, t
     assert settings_of(dry_script(command, capsys, "run", "--target", "gpu"))["partition"] == "a100"
 
 
+def job_of(config: RunConfig, start: SlurmOptions = directory.HERE) -> directory.Job:
+    return directory.Job("a_run", "/", "2026-01-01", config=config, start=start)
+
+
 def test_a_job_keeps_how_it_starts(tmp_path: Path):
     start = SlurmOptions(target="gpu", partition="a100", time="1:30:00", nodes=2)
-    write_json(tmp_path / "job.json", store.Job(1, "0" * 16, RunConfig(tp=2), start, None, "/", "2026-01-01"))
-    job = read_json(store.Job, tmp_path / "job.json")
+    write_json(tmp_path / "job.json", job_of(RunConfig(tp=2), start))
+    job = read_json(directory.Job, tmp_path / "job.json")
     assert (job.config, job.start) == (RunConfig(tp=2), start) and job.on_cluster
     request = parse(job.arguments)
     assert (request.runs, request.start) == ([job.config], start)
@@ -171,13 +182,13 @@ def test_what_a_user_wrote_is_quoted(command, capsys, tmp_path: Path):
     """bash itself reads the script, with a srun that prints what it is given."""
     root = tmp_path / HOSTILE
     script = dry_script(command, capsys, *SLURM, "--tensor-save-dir", str(root))
-    job = root / ".jobs" / "0001"
-    job.mkdir(parents=True)
+    (run,) = runs_of(script)
+    Path(run).mkdir(parents=True)
     executable(tmp_path, "srun", "import os, sys; print(*sys.argv[1:], os.environ['TENSOR_SAVE_DIR'], sep='\\0')")
     environment = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SLURM_ARRAY_TASK_ID": "0"}
     done = subprocess.run(["bash"], input=script, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout + done.stderr == ""
-    assert (job / "log.txt").read_text().rstrip("\n").split("\0")[-2:] == [str(job), str(root)]
+    assert (Path(run) / "output.txt").read_text().rstrip("\n").split("\0")[-2:] == [run, str(root)]
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["srun", HOSTILE])
 
 
@@ -203,7 +214,7 @@ def test_a_task_learns_its_place(tmp_path: Path, slurm: tuple[str, ...], told: l
         f"rank.collect = lambda plans, root: print(*(os.environ.get(name) for name in {TOLD}))\n"
         f"rank.slurm_rank.main([{str(tmp_path)!r}], standalone_mode=False)"
     )
-    write_json(tmp_path / "job.json", store.Job(1, "0" * 16, RunConfig(), store.HERE, None, "/", "2026-01-01"))
+    write_json(tmp_path / "job.json", job_of(RunConfig()))
     names = (
         "SLURM_JOB_NODELIST",
         "SLURM_JOB_NUM_NODES",
@@ -247,14 +258,14 @@ def test_a_cluster_that_names_no_job(command, capsys, tmp_path: Path, monkeypatc
     executable(tmp_path, "sbatch", "print('queued')")
     assert command(*SLURM) == 1
     assert capsys.readouterr() == ("", "binade: sbatch printed no job ID: its output is 'queued'\n")
-    assert store.numbers(tmp_path / "runs") == []
+    assert queue.read_jobs(tmp_path / "runs") == []
 
 
 def test_a_submission_that_was_interrupted(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     executable(tmp_path, "sbatch", "print(7)")
     (job,) = add_line(tmp_path / "runs", SLURM)
-    store.drop_execution(tmp_path / "runs", job)
+    directory.drop_launch(tmp_path / "runs", job)
     assert view_of(tmp_path / "runs", job).state == "queued"
     runner.Runner(tmp_path / "runs").turn()
     view = view_of(tmp_path / "runs", job)
@@ -267,17 +278,17 @@ def test_a_job_that_cannot_be_followed_is_reported_and_the_others_go_on(tmp_path
     executable(tmp_path, "squeue", "print('7_0|RUNNING|gpu|a', '7_1|RUNNING|gpu|a', sep='\\n')")
     root = tmp_path / "runs"
     damaged, sound = add_line(root, ["batch", "--launcher", "slurm", "--quantization", "bf16,mxfp8"])
-    write = runner.write_execution
+    change = runner.change_launch
 
-    def refused(where, job, execution):
+    def refused(where, job, **changes):
         if job.id == damaged.id:
-            raise store.JobError("its file is damaged")
-        write(where, job, execution)
+            raise directory.JobError("its file is damaged")
+        change(where, job, **changes)
 
-    monkeypatch.setattr(runner, "write_execution", refused)
+    monkeypatch.setattr(runner, "change_launch", refused)
     runner.Runner(root).turn()
-    assert "job 1: its file is damaged" in capsys.readouterr().out
-    assert store.read_execution(root, sound).cluster.state == "RUNNING"
+    assert f"{damaged.run_id}: its file is damaged" in capsys.readouterr().out
+    assert directory.read_launch(root, sound).cluster.state == "RUNNING"
 
 
 def test_a_hanging_cluster_is_given_up_on(tmp_path: Path, monkeypatch):

@@ -9,12 +9,14 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 
 from binade.collector import jobs
 from binade.collector.cli.jobs import add_line
-from binade.collector.jobs import processes, runner, store
+from binade.collector.jobs import directory, processes, runner
+from binade.collector.jobs import queue as files
 from binade.data.runs import boot
 from tests.app import roots
 from tests.app.tab import Tab
@@ -34,12 +36,12 @@ def queue(root: Path) -> Iterator[Path]:
     try:
         yield root
     finally:
-        left = [process for job in store.read_jobs(root) for process in processes.marked(job.token)]
+        left = [process for job in files.read_jobs(root) for process in processes.marked(root / job.run_id)]
         for process in left:
             process.send(signal.SIGKILL)
         for view in jobs.listing(root):
             if view.active:
-                store.write_cancellation(root, view.job)
+                directory.change_launch(root, view.job, cancelled="2026-01-02")
         until(lambda: not jobs.has_runner(root), "the runner to leave", seconds=60)
     assert left == []
 
@@ -183,13 +185,14 @@ def reused_pids(attempt: Attempt) -> None:
             job, waiting = add_line(root, LINE)[0], add_line(root, LINE)[0]
             process = processes.Process(stranger.pid, theirs.pid_started + ticks)
             names = {"host": processes.host(), "boot": boot()} | ({other: "another"} if other else {})
-            store.write_execution(root, job, store.Execution(**names, at=job.created, process=process, runner=process))
-            store.write_runner(root, process)
+            directory.write_launch(root, job, directory.Launch(**names, at=job.created, runner=process))
+            roots.change_status(root / job.run_id, state="running", **names, **asdict(process))
+            files.write_runner(root, process)
             if other != "host":  # a job of another machine belongs to its runner
                 assert not jobs.view_of(root, job).active
             assert jobs.has_runner(root) == (not ticks)
-            store.write_cancellation(root, job)
-            (store.folder(root) / "runner.json").unlink()
+            directory.change_launch(root, job, cancelled="2026-01-02")
+            (files.folder(root) / "runner.json").unlink()
             worker = runner.Runner(root)
             worker._start = lambda job: None  # type: ignore[method-assign]
             for _ in range(3):

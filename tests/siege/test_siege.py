@@ -16,11 +16,10 @@ from binade.app import state as app_state
 from binade.collector import jobs
 from binade.collector.cli.jobs import add_line
 from binade.collector.cli.options import parse
-from binade.collector.jobs import processes, runner, state, store
-from binade.collector.settings import JOB_VARIABLE
+from binade.collector.jobs import directory, processes, runner, state
 from binade.data.catalog import Catalog
 from binade.data.events import read_events
-from binade.data.runs import DONE, RunWriter, boot, list_runs
+from binade.data.runs import DONE, RUN_VARIABLE, RunWriter, list_runs
 from tests.conftest import start_python, until
 from tests.siege import files, urls
 from tests.siege.attack import ATTACKS, Attempt
@@ -44,19 +43,20 @@ def besiege(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: p
     app_state._open.clear()
 
 
-PROCESS, JOB = "0002/process.json", "0002/job.json"
+LAUNCH, STATUS, JOB = "launch.json", "status.json", "job.json"
 
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("name", "how"),
     [
-        *((name, how) for name in (PROCESS, JOB) for how in ("empty", "deep", "a FIFO", "a directory", "missing")),
+        *((name, how) for name in (LAUNCH, STATUS, JOB) for how in ("empty", "deep", "a FIFO", "a directory")),
+        *((name, "missing") for name in (LAUNCH, STATUS, JOB)),
         *((JOB, f"a field {index}") for index in (0, 1, 7, 10, 13)),
-        *((PROCESS, f"a field {index}") for index in (0, 6, 8, 20)),
-        (PROCESS, "a field is added"), (PROCESS, "a terabyte"), (PROCESS, "a link to a device"),
-        (PROCESS, "a link to nothing"),
-        ("0002/cancel.json", "a FIFO"), ("0002/log.txt", "a FIFO"), ("0002/log.txt", "a link to a device"),
+        *((LAUNCH, f"a field {index}") for index in (0, 6, 8, 20)),
+        (LAUNCH, "a field is added"), (LAUNCH, "a terabyte"), (LAUNCH, "a link to a device"),
+        (LAUNCH, "a link to nothing"),
+        ("output.txt", "a FIFO"), ("output.txt", "a link to a device"),
         ("queue.json", "a field 6"), ("queue.json", "a FIFO"), ("runner.json", "a FIFO"), ("runner.log", "a FIFO"),
     ],
 )  # fmt: skip
@@ -65,7 +65,7 @@ def test_a_damaged_job_is_named_and_the_others_go_on(besiege, name: str, how: st
 
 
 def test_the_page_names_a_damaged_job(besiege):
-    besiege("damaged-jobs", (PROCESS, "an object"), number=0)
+    besiege("damaged-jobs", (LAUNCH, "an object"), number=0)
 
 
 @pytest.mark.sampled(3)
@@ -78,15 +78,6 @@ def test_a_job_that_is_another_command_is_never_started(besiege, monkeypatch, li
 @pytest.mark.parametrize("text", ["a\0b", "--help", "\u202e"])
 def test_a_text_is_the_value_of_its_option(besiege, text: str):
     besiege("options-of-jobs", ("--dataset", text))
-
-
-def test_a_clock_that_is_set_back_parts_no_job_from_its_run(tmp_path):
-    """A run that has started an hour before its process, by the clock on the wall."""
-    (job,) = add_line(tmp_path, files.LINE)
-    writer = RunWriter.create(tmp_path, "mine", {"job_token": job.token})
-    process = processes.Process(writer.status.pid, writer.status.pid_started)
-    store.write_execution(tmp_path, job, store.Execution(processes.host(), boot(), "2999-01-01", process=process))
-    assert jobs.view_of(tmp_path, job).run.run_id == writer.run_id
 
 
 @pytest.mark.parametrize("name", ["run.json", "status.json", "loss.jsonl", "events.jsonl", "twin.jsonl"])
@@ -111,8 +102,8 @@ def test_many_negations_are_no_recursion():
 
 def test_a_real_time_signal_has_no_name(tmp_path):
     (job,) = add_line(tmp_path, files.LINE)
-    execution = store.Execution(processes.host(), boot(), job.created, process=files.GONE)
-    runner.Runner(tmp_path)._settle(job, execution, -int(signal.SIGRTMIN) - 3)
+    launch = directory.Launch(processes.host(), processes.boot(), job.created)
+    runner.Runner(tmp_path)._settle(job, launch, -int(signal.SIGRTMIN) - 3)
     assert jobs.view_of(tmp_path, job).reason == "the collector was ended by signal 37"
 
 
@@ -130,7 +121,7 @@ def test_a_siege_that_is_stopped_leaves_nothing(tmp_path):
 
     command = ("-m", "tests.siege", "--only", "cancels", "--root", tmp_path, "--seed", "1")
     siege = start_python(*command, env={"TMPDIR": str(tmp_path)})
-    until(lambda: ours(JOB_VARIABLE), "a job to be started")
+    until(lambda: ours(RUN_VARIABLE), "a job to be started")
     siege.terminate()
     assert siege.communicate(timeout=60)[1].endswith("siege: stopped: what it had started was ended\n")
     assert siege.returncode == 130 and not ours("TMPDIR") and list(tmp_path.iterdir()) == []

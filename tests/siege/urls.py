@@ -10,7 +10,7 @@ from binade.app.pages.registry import PAGES
 from binade.collector import jobs
 from binade.collector.cli.jobs import add_line
 from binade.collector.cli.options import parse
-from binade.collector.jobs import runner, store
+from binade.collector.jobs import directory, runner
 from tests.app import roots
 from tests.siege.attack import Attempt, attack, check_sentence
 from tests.siege.files import LINE, VALUES, command, show
@@ -117,17 +117,18 @@ def options_of_jobs(attempt: Attempt) -> None:
 def lines_of_jobs(attempt: Attempt) -> None:
     new, root = attempt.place / "new", attempt.place / "runs"
     lines = (
-        ["serve", "--host", "0.0.0.0"], ["jobs", "delete", "1"], ["import", "/etc"], ["report", "--output", str(new)],
+        ["serve", "--host", "0.0.0.0"], ["jobs", "delete", "1"],
+        ["import", "/etc", "--tensor-save-dir", str(new)], ["report", "--output", str(new)],
         [*LINE, "--tensor-save-dir", str(new)], [*LINE, f"--tensor-save-dir={new}"], [*LINE, "--dry-run"],
         ["--help"], [], ["run", "--seed"], ["run", "--", "--seed", "1"], ["batch", "--quantization", "bf16,mxfp8"],
     )  # fmt: skip
     line = attempt.choose(lines)
     attempt.case = str(line)
     (job,) = add_line(root, LINE)
-    path = store.directory_of(root, job) / "job.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"arguments": line}))
+    path = directory.directory_of(root, job) / "job.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"config": None, "command": line}))
     worker = runner.Runner(root)
     worker.turn()
     assert not worker.children and jobs.listing(root) == [] and not new.exists()
     (problem,) = jobs.problems(root)
-    assert problem.startswith("job 1 ") and "\n" not in problem
+    assert problem.startswith(f"the job of run {job.run_id} ") and "\n" not in problem

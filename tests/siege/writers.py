@@ -19,7 +19,7 @@ from binade.app.sessions.session import Pin
 from binade.app.view import View
 from binade.collector import jobs
 from binade.collector.cli.jobs import add_line
-from binade.collector.jobs import store as queue
+from binade.collector.jobs import directory, queue
 from binade.collector.jobs.processes import boot, host
 from binade.collector.recipes.files import to_toml
 from binade.collector.recipes.parse import parse_recipe
@@ -110,22 +110,23 @@ def _pins(place: Path, turns: int) -> None:
 
 
 def _job(place: Path, who: int, turn: int) -> None:
-    """Two users: one renames jobs and writes how it was executed, the other tags them."""
+    """Two users: one sets how many run at once, the other adds jobs and writes how one was started."""
     if who:
-        jobs.change(place, 1, title=f"title {turn}")
         jobs.set_at_once(place, 1 + turn % 5)
     else:
-        jobs.change(place, 1, tags=[f"tag {turn}"])
         add_line(place, LINE)
         with queue.locked(place):
-            queue.write_execution(place, queue.find(place, 1), queue.Execution(host(), boot(), "2026-01-01"))
-    queue.write_cancellation(place, queue.find(place, 1))
+            directory.write_launch(place, queue.find(place, 1), directory.Launch(host(), boot(), "2026-01-01"))
+    with queue.locked(place):
+        directory.change_launch(place, queue.find(place, 1), cancelled=f"2026-01-0{1 + who}")
 
 
 def _jobs(place: Path, turns: int) -> None:
-    job = queue.find(place, 1)
-    assert (job.title, job.tags) == (f"title {turns - 1}", (f"tag {turns - 1}",))
-    assert queue.numbers(place) == list(range(1, turns + 2)) and queue.at_once(place) == 1 + (turns - 1) % 5
+    launch = directory.read_launch(place, queue.find(place, 1))
+    assert launch and launch.cancelled
+    assert [each.id for each in queue.read_jobs(place)] == list(range(1, turns + 2)) and queue.at_once(place) == 1 + (
+        turns - 1
+    ) % 5
 
 
 def _recipe(place: Path, who: int, turn: int) -> None:

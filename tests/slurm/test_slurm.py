@@ -15,7 +15,8 @@ import pytest
 
 from binade.collector import jobs
 from binade.collector.cli.jobs import add_line
-from binade.collector.jobs import JobState, JobView, store
+from binade.collector.jobs import JobState, JobView
+from binade.collector.jobs.queue import read_jobs
 from binade.collector.training.targets import CONFIG
 from binade.data.runs import list_runs
 from tests.conftest import until
@@ -127,7 +128,7 @@ def test_a_batch_is_an_array_of_which_one_runs_at_once_and_a_failed_member_is_re
     assert first.status.finished <= second.config["started"]
     again = jobs.retry(root, two)
     alone = now(root, again.id).cluster
-    assert alone.id.endswith("_0") and alone.id.partition("_")[0] != array and again.retry_of == two
+    assert alone.id.endswith("_0") and alone.id.partition("_")[0] != array and again.repeats == second.run_id
     jobs.cancel(root, again.id)
     assert ended(root, again.id).state == JobState.CANCELLED
 
@@ -147,33 +148,34 @@ def test_failures_say_why(root: Path):
     view = ended(root, broken)
     assert (view.state, view.reason) == (JobState.FAILED, "the module cuda is missing"), said(root, view)
     view = ended(root, short_of_memory)
-    assert view.state == JobState.NO_MEMORY and "memory limit" in view.reason, said(root, view)
+    assert view.state == JobState.FAILED and "memory limit" in view.reason, said(root, view)
+    assert view.advice.startswith("Use fewer layers")
 
 
 def test_a_rank_that_is_killed_and_a_submission_that_is_refused(root: Path):
     (number,) = add(root, *RUN, "two", "--tp", "2", "--nodes", "2", *ENDLESS)
     reaches(root, number, trains, "an iteration")
-    token = now(root, number).job.id
+    run_id = now(root, number).job.run_id
     victims = [
         process
         for process in psutil.process_iter(["cmdline", "environ"])
-        if f"{token:04d}" in " ".join(process.info["cmdline"] or []).rpartition("/")[2]
+        if run_id in " ".join(process.info["cmdline"] or []).rpartition("/")[2]
         and (process.info["environ"] or {}).get("SLURM_PROCID") == "1"
         and "slurm-rank" in " ".join(process.info["cmdline"] or [])
     ]
     victims[0].send_signal(signal.SIGKILL)
     view = ended(root, number)
-    assert view.state == JobState.KILLED and "task 1: Killed" in view.reason, said(root, view)
+    assert view.state == JobState.FAILED and "task 1: Killed" in view.reason, said(root, view)
     assert view.run.status.state == "failed"
-    before = store.numbers(root)
+    before = read_jobs(root)
     with pytest.raises(jobs.SubmissionError, match="Invalid partition name"):
         add(root, *RUN, "few", "--partition", "nosuch")
-    assert store.numbers(root) == before
+    assert read_jobs(root) == before
 
 
 def test_a_job_ends_before_its_time_limit(root: Path, limited: int):
     view = ended(root, limited)
-    assert view.state == JobState.TIME_LIMIT, said(root, view)
+    assert view.state == JobState.FAILED and "--time" in view.advice, said(root, view)
     assert view.run.status.state == "failed" and "time limit" in view.run.status.reason
     assert view.run.status.tensors > 0
 
@@ -193,7 +195,7 @@ def test_a_node_that_goes_away(root: Path, cluster: Cluster):
             with suppress(psutil.NoSuchProcess):
                 act(process)
     view = ended(root, number)
-    assert view.state == JobState.NODE_LOST, said(root, view)
+    assert view.state == JobState.FAILED and "another node" in view.advice, said(root, view)
     assert view.run.status.state == "failed" and "node" in view.run.status.reason
     cluster.start_node(name)
     assert len([run for run in list_runs(root)[0] if run.config["started"] >= view.started]) == 1  # not started again

@@ -77,16 +77,16 @@ def _measure(opened: Catalog, trained: dict[str, Plan], view: View) -> None:
     formats = tuple(filter(None, map(str.strip, texts.split(","))))
     if not (formats and by):
         return
-    measuring = jobs.MeasureJob(run_id, formats, sequences, ",".join(by))
+    command = ["measure", run_id, "--formats", ",".join(formats), "--by", ",".join(by), "--sequences", str(sequences)]
     where = f"--tensor-save-dir {shlex.quote(str(opened.root))}"
-    st.code(f"{shlex.join(['binade', *measuring.arguments])} {where}", language="shell", wrap_lines=True)
+    st.code(f"{shlex.join(['binade', *command])} {where}", language="shell", wrap_lines=True)
     if read_only() or not st.button("Measure", icon=":material/straighten:", key="cost_measure"):
         return
     try:
         for text in formats:
             parse_recipe(text)
         title = f"Measure {', '.join(formats)} in {labels.get(run_id, run_id)}"
-        jobs.add_runs(opened.root, [trained[run_id]], titles=[title], tags=["measure"], measures=measuring)
+        jobs.add_command(opened.root, command, title, tags=["measure"])
         jobs.start_runner(opened.root)
     except FAILED as error:
         st.error(plain(f"Nothing was queued: {error}."), icon=":material/error:")

@@ -22,7 +22,6 @@ from binade.collector import jobs
 from binade.collector.errors import ConfigError
 from binade.collector.recipes.files import label
 from binade.collector.training.config import RunConfig
-from binade.collector.training.plan import plan
 from binade.data.access import ReadOnlyError, read_only
 from binade.data.catalog import Catalog
 from binade.data.comparison import comparable_runs, with_one_seed
@@ -65,14 +64,14 @@ def _measure(selection: Selection, values: dict[str, Any], view: View) -> None:
     )
     titles = {run_id: str(newest["label"][run_id]) for run_id in known}
     run_id = st.selectbox("Run", list(titles), key="measured_run", format_func=lambda name: titles[name])
-    measuring = jobs.MeasureJob(run_id, (str(known[run_id].recipe),))
+    command = ["measure", run_id, "--formats", str(known[run_id].recipe), "--by", "model", "--sequences", "8"]
     where = f"--tensor-save-dir {shlex.quote(str(opened.root))}"
-    st.code(f"{shlex.join(['binade', *measuring.arguments])} {where}", language="shell", wrap_lines=True)
+    st.code(f"{shlex.join(['binade', *command])} {where}", language="shell", wrap_lines=True)
     if read_only() or not st.button("Measure", icon=":material/straighten:", key="measure"):
         return
     title = f"Measure {label(known[run_id].recipe)} in {titles[run_id]}"
     try:
-        jobs.add_runs(opened.root, [plan(known[run_id])], titles=[title], tags=["measure"], measures=measuring)
+        jobs.add_command(opened.root, command, title, tags=["measure"])
         jobs.start_runner(opened.root)
     except FAILED as error:
         st.error(plain(f"Nothing was queued: {error}."), icon=":material/error:")
@@ -135,7 +134,4 @@ def _known(opened: Catalog, seeds: set[int]) -> set[RunConfig]:
         if description.get("seed") in seeds:
             with suppress(ConfigError):
                 configs.add(_trained_with(opened, run["run_id"], description))
-    for view in jobs.listing(opened.root):
-        if view.state in jobs.ACTIVE:
-            configs.add(view.job.config)
-    return configs
+    return configs | {view.job.config for view in jobs.listing(opened.root) if view.active and view.job.config}

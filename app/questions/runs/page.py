@@ -37,6 +37,7 @@ MOST_REASONS = 20  # of runs that did not end normally
 OF_RECIPES = ("label", "outcome", "seeds", "gap", "gap_interval", "left")
 SPARKS = 40  # points of a small line in the table
 STATES = {
+    "queued": "◔ queued",
     "done": "✓ done",
     "running": "● running",
     "failed": "✕ failed",

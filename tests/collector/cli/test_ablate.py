@@ -10,7 +10,7 @@ import pytest
 
 from binade.collector import jobs
 from binade.collector.cli.options import parse
-from binade.collector.jobs import store
+from binade.collector.jobs import queue
 from tests.collector.cli.test_cli import one_line
 from tests.collector.test_jobs import SMALL, end_all
 
@@ -90,7 +90,7 @@ def test_what_keeps_the_rungs_from_differing_is_told(command, capsys):
 def test_the_runs_are_queued_seed_by_seed_with_a_tag(command, capsys, root):
     assert command("ablate", "te_nvfp4", *SMALL, "--seeds", "2") == 0
     out = capsys.readouterr().out
-    queued = store.read_jobs(root)
+    queued = queue.read_jobs(root)
     assert [(job.config.seed, job.config.recipe) for job in queued] == [(s, r) for s in (1234, 1235) for r in LADDER]
     assert {job.tags for job in queued} == {("ablation te_nvfp4",)}
     assert queued[4].title == "te_nvfp4 · without rounding · seed 1234"
