@@ -17,14 +17,16 @@ from binade.app.questions.parity.question import NOTHING, PARITY
 from binade.app.view import View
 from binade.collector import Recorder, instrument
 from binade.data.catalog import Catalog
-from binade.data.parity import Policies
-from binade.data.parity_results import ALL, FILE, GroupGap, Parity, ParityStep, read_parity, save_parity
+from binade.data.experiment import experiment_files
+from binade.data.parity import Policies, joined
+from binade.data.parity_results import ALL, GroupGap, Parity, ParityStep, read_parity
 from binade.data.parity_values import published_values
 from binade.data.routing import RoutedLayer, Routing
 from binade.data.runs import RunError, first_step, list_runs
 from binade.data.verify import verify
 from tests.app.planted import drawn
 from tests.collector.small_model import batch, build
+from tests.data.experiments import save_parity
 
 SEQUENCES, TOKENS = 6, 50
 
@@ -34,6 +36,9 @@ def policies(size: float, seed: int = 0) -> Policies:
     training = -random.exponential(2.0, (SEQUENCES, TOKENS)) - 0.5
     rollout = training + size * random.uniform(-1, 1, training.shape)
     return Policies.of(rollout, training, np.ones(training.shape), np.arange(SEQUENCES)[:, None] + 0 * training)
+
+
+STEPS = [policies(0.1 * step, step) for step in (1, 2, 3)]
 
 
 def group(layer: int, module: str, pair: Policies) -> GroupGap:
@@ -50,31 +55,32 @@ def of_recipes() -> Parity:
 
 
 def of_dumps() -> Parity:
-    steps = [policies(0.1 * step, step) for step in (1, 2, 3)]
-    kept = [ParityStep.of(str(step), pair) for step, pair in enumerate(steps, 10)]
-    gap = GroupGap("", None, None, "", True, tuple(steps[0].means(np.abs(steps[0].d)).tolist()))
-    return Parity("rollout engine", "trainer", "NeMo-RL", (ParityStep.of(ALL, steps[0]), *kept), (gap,))
+    kept = [ParityStep.of(str(step), pair) for step, pair in enumerate(STEPS, 10)]
+    whole = joined(STEPS)
+    gap = GroupGap("", None, None, "", True, tuple(whole.means(np.abs(whole.d)).tolist()))
+    return Parity("rollout engine", "trainer", "NeMo-RL", (ParityStep.of(ALL, whole), *kept), (gap,))
 
 
 def saved(root: Path, result: Parity, name: str = "a") -> str:
-    return save_parity(root, "parity", {"measures": {"name": name}}, result)
+    return save_parity(root, "parity", {"measures": {"name": name}}, result, STEPS if result.tool else [policies(0.4)])
 
 
 def test_what_is_kept_is_what_was_measured(tmp_path: Path):
     endless = Policies.of(np.array([-1.0, -800.0]), np.array([-800.0, -1.0]), np.ones(2), np.zeros(2))
     result = Parity("a", "b", "", (ParityStep.of(ALL, endless),), (GroupGap("", None, None, "", True, (799.0,)),))
-    run_id = saved(tmp_path, result)
+    run_id = save_parity(tmp_path, "parity", {"measures": {}}, result, [endless])
     found = read_parity(tmp_path / run_id)
     assert found == result and np.inf in [value.over_tokens for value in found.steps[0].values]
-    assert saved(tmp_path, of_recipes()) == run_id and read_parity(tmp_path / run_id) == of_recipes()
-    assert saved(tmp_path, of_recipes(), "b") != run_id
+    run_id = saved(tmp_path, of_dumps())
+    assert read_parity(tmp_path / run_id) == of_dumps()
     assert read_parity(tmp_path) is None
-    path = tmp_path / run_id / FILE
-    path.write_bytes(path.read_bytes().replace(b"mxfp4", b"mxfp8"))
+    for name in experiment_files(tmp_path / run_id):
+        path = tmp_path / run_id / name
+        path.write_bytes(path.read_bytes()[:-1] + b"2")
     with pytest.raises(RunError, match="CRC-32"):
         read_parity(tmp_path / run_id)
     with Catalog.open(tmp_path) as catalog:
-        assert any("parity" in line and run_id in line for line in catalog.refused)
+        assert any("results" in line and run_id in line for line in catalog.refused)
         assert "CRC-32" in drawn(PARITY, catalog, parity=run_id).problems[0]
     assert [line for line in verify(tmp_path).damaged if run_id in line and "CRC-32" in line]
 
@@ -140,7 +146,7 @@ def test_several_measurements_can_be_chosen(tmp_path: Path):
 def test_routing_has_a_chart_and_what_replayed_routes_change(tmp_path: Path):
     random, whole = np.random.default_rng(0), of_recipes()
     layers = tuple(
-        RoutedLayer(layer, "router", 16, 2, tuple(random.uniform(0, 0.3, SEQUENCES)), (0.9,) * SEQUENCES,
+        RoutedLayer(layer, "router", 16, 2, tuple(random.integers(0, 15, SEQUENCES) / TOKENS), (0.9,) * SEQUENCES,
                     (0.05,) * SEQUENCES, 0.01, 0.001)
         for layer in (2, 3)
     )  # fmt: skip
