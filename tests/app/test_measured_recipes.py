@@ -120,7 +120,8 @@ def test_a_queued_measurement_is_made_and_its_job_is_done(tmp_path: Path):
 
     serve(root)
     view = jobs.view_of(root, job)
-    assert (view.state, view.reason) == (jobs.JobState.DONE, None) and view.run and view.run.config["kind"] == "experiment"
+    assert (view.state, view.reason) == (jobs.JobState.DONE, None)
+    assert view.run and view.run.config["kind"] == "experiment"
     with Catalog.open(root) as opened:
         effects = opened.effects([run.name])
     assert effects["format"].tolist() == ["mxfp4"] and effects["sequences"].tolist() == [2]
