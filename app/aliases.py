@@ -33,10 +33,13 @@ CHARTS: dict[str, dict[str, tuple[str, dict[str, str]]]] = {
 """By the former part and its chart: the chart, and the parameters that differ from PARTS."""
 OPTIONS = {"scale_exponent": "block_scale_exponent", "crest_db": "block_crest_db"}
 """The color, by the former choice of a statistic of blocks."""
+Params = dict[str, list[str]]
 
 
-def current(page: str, params: Mapping[str, list[str]], chart: str = "") -> tuple[dict[str, list[str]], str] | None:
-    """(the parameters, the chart) of today; None if nothing has changed."""
+def current(page: str, params: Mapping[str, list[str]], chart: str = "") -> tuple[str, Params, str] | None:
+    """(the page, the parameters, the chart) of today; None if nothing has changed."""
+    if cost := _cost(page, params, chart):
+        return cost
     part = next(iter(params.get("view", ())), "")
     if page != "map" or part not in PARTS:
         return None
@@ -44,13 +47,27 @@ def current(page: str, params: Mapping[str, list[str]], chart: str = "") -> tupl
     kept = {name: list(texts) for name, texts in params.items() if name not in ("view", "of_blocks")}
     if (quantity := next(iter(params.get("of_blocks", ())), "")) in OPTIONS:
         more = more | {"metric": OPTIONS[quantity]}
-    return kept | {name: [text] for name, text in (PARTS[part] | more).items()}, chart
+    return page, kept | {name: [text] for name, text in (PARTS[part] | more).items()}, chart
+
+
+def _cost(page: str, params: Mapping[str, list[str]], chart: str) -> tuple[str, Params, str] | None:
+    """What became Runs › Cost: the former Map › Advise, whose own parameters the page now asks for itself, and Runs ›
+    Parity."""
+    part = next(iter(params.get("view", ())), "")
+    if (page, part) not in {("map", "advise"), ("runs", "parity")}:
+        return None
+    left_out = {"view", "budget", "by", "parts"} if page == "map" else {"view"}
+    kept = {name: list(texts) for name, texts in params.items() if name not in {*left_out, "parity"}}
+    measured = {"measured": list(params["parity"])} if "parity" in params else {}
+    return "runs", kept | measured | {"view": ["cost"]}, "cost_steps" if chart == "parity_steps" else chart and "cost"
 
 
 def set_current(view: Any, chart: str = "") -> str:
-    """Give a frozen view, while it is made, the parameters of today. Returns its chart of today."""
+    """Give a frozen view, while it is made, the page and the parameters of today. Returns its chart of today."""
     found = current(view.page, view.params, chart)
     if found is None:
         return chart
-    object.__setattr__(view, "params", found[0])
-    return found[1]
+    page, params, chart = found
+    object.__setattr__(view, "page", page)
+    object.__setattr__(view, "params", params)
+    return chart

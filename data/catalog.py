@@ -297,26 +297,6 @@ class Catalog(ScoreQueries, TensorValues):
             [*parameters, most],
         )
 
-    def extremes(self, metric: str, by: tuple[str, ...], where: Filter | None = None) -> pd.DataFrame:
-        """Return the maximum of a statistic over the selection's tensors, one row per group: by's columns, tensors,
-        `metric` and the tensor_id of the maximum. metric: a key of STATISTICS. Tensors without a value are left out.
-
-        Raises CatalogError for another column or metric.
-        """
-        if metric not in STATISTICS:
-            raise CatalogError(f"there is no statistic {metric!r}: expected one of {', '.join(STATISTICS)}")
-        condition, parameters = self.condition(where)
-        columns = self._columns(by)
-        return self.ask(
-            f"""
-            WITH chosen AS (SELECT {columns}, tensor_id, {STATISTICS[metric]} AS value FROM tensor WHERE {condition})
-            SELECT {", ".join(by)}, count(*) AS tensors, max(value) AS "{metric}",
-                   arg_max(tensor_id, value) AS tensor_id
-            FROM chosen WHERE NOT isnan(value) GROUP BY ALL ORDER BY ALL
-            """,
-            parameters,
-        )
-
     def distinct(self, columns: Sequence[str], where: Filter | None = None, scored: bool = False) -> pd.DataFrame:
         """Return the combinations of these columns that the selection has, sorted; scored: that its scored operands
         have. Raises CatalogError for another column."""

@@ -40,6 +40,7 @@ from binade.data.held_out import (
 )
 from binade.data.loss_gaps import Losses, RecipeRuns, by_recipe, costs, loss_gaps, with_outcomes, worst_first
 from binade.data.outcomes import DEFINITION
+from binade.data.rounding_alone import interval_of
 from binade.data.run_table import has_reference
 from binade.data.same_data import NATS, UNKNOWN, pairs_on_same_data
 from binade.quant.formats import BF16, UnknownFormatError
@@ -57,11 +58,11 @@ RECIPE_FIELDS = (
     Field("seeds", "Seeds", "", "Seeds with a bf16 run on the same data", "d"),
     Field("gap", "Mean gap", "nats", "Mean over iterations and seeds of the loss minus that of bf16", "+.4f"),
     Field("gap_interval", "95% interval", "", "Of the mean gap, over seeds (Student’s t)", ""),
-    Field("first", "Rounding alone", "nats", "Gap in the first iteration (0, or that of a branch), before any step: "
-          "weights and data are those of bf16; mean over seeds", "+.4f"),
-    Field("first_interval", "Rounding alone, 95% interval", "", "Of the gap in the first iteration, over seeds", ""),
-    Field("added", "Training adds", "nats", "Gap at the last iteration minus that in the first, mean over seeds",
-          "+.4f"),
+    Field("alone", "Rounding alone", "nats", "The loss with rounding minus the loss without, of the same sequences on "
+          "the same weights, measured in the run before its first step with the recipe; mean over seeds", "+.4f"),
+    Field("alone_interval", "Rounding alone, 95% interval", "", "Over seeds; of one seed, over its sequences", ""),
+    Field("added", "Training adds", "nats", "Gap at the last iteration minus that in the iteration in which rounding "
+          "alone was measured, mean over seeds", "+.4f"),
     Field("added_interval", "Training adds, 95% interval", "", "Of what training adds, over seeds", ""),
     Field("effect", "Measured rounding", "nats", "What `binade measure` found for all that the recipe rounds: the loss "
           "with rounding minus the loss without, on the same weights and sequences, mean over sequences", "+.4f"),
@@ -84,9 +85,10 @@ RUN_FIELDS = (
     Field("label", "Run", format=""),
     Field("outcome", "Outcome", "", "Where its training diverged or ended early, or that of its bf16 run diverged", ""),
     Field("gap", "Mean gap", "nats", "Mean over iterations of the loss minus that of the reference", "+.4f"),
-    Field("first", "Rounding alone", "nats", "Gap in the first iteration (0, or that of a branch), before any step: "
-          "weights and data are those of bf16", "+.4f"),
-    Field("added", "Training adds", "nats", "Gap at the last iteration minus that in the first", "+.4f"),
+    Field("alone", "Rounding alone", "nats", "The loss with rounding minus the loss without, of the same sequences on "
+          "the same weights, measured in the run", "+.4f"),
+    Field("added", "Training adds", "nats", "Gap at the last iteration minus that in the iteration in which rounding "
+          "alone was measured", "+.4f"),
     Field("last", "Last gap", "nats", "Gap at the last iteration that both have finished", "+.4f"),
     Field("iterations", "Iterations", "", "Iterations that are compared", "d"),
     Field("run_id", "Directory", format=""),
@@ -174,20 +176,22 @@ class Comparison:
     @cached_property
     def recipe_table(self) -> pd.DataFrame:
         """A row per recipe: the columns of RECIPE_FIELDS but for measured effects, run_id, and low and high of gap,
-        first and added, NaN where one seed gives no interval."""
+        alone and added, NaN where one seed gives no interval. alone and added: only of gaps to bf16."""
         rows = []
         for recipe in self.recipes:
             row: dict[str, Any] = {"run_id": recipe.run_id, "label": recipe.label, "seeds": recipe.gap.n}
             row |= {"outcome": recipe.outcome or None, "diverged": min(recipe.diverged.values(), default=None)}
-            parts = {"gap": recipe.gap, "first": evidence.mean(GAP, recipe.first.values()), "added": recipe.added_gap}
+            parts = {"gap": recipe.gap}
+            if self.base == BF16:
+                parts |= {"alone": recipe.alone_gap, "added": recipe.added_gap}
             for name, estimate in parts.items():
                 row |= {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
-                row[f"{name}_interval"] = _interval(estimate)
+                row[f"{name}_interval"] = interval_of(estimate) if name == "alone" else _interval(estimate)
             if recipe.run_id in self.left:
                 at = self.left[recipe.run_id]
                 row["left"] = "stays inside" if at is None else f"at iteration {at}"
             rows.append(row)
-        ends = [f"{name}_{end}" for name in ("gap", "first", "added") for end in ("low", "high")]
+        ends = [f"{name}_{end}" for name in ("gap", "alone", "added") for end in ("low", "high")]
         shown = (field.name for field in RECIPE_FIELDS if not field.name.startswith(("effect", "held_out")))
         columns = [*shown, "run_id", "diverged", *ends]
         return pd.DataFrame(rows, columns=columns).replace([np.inf, -np.inf], np.nan)
@@ -249,11 +253,11 @@ class Comparison:
     def _answers(self) -> list[Sentence]:
         """Which recipes’ gaps can be told from 0, and, of one part rounded alone, which part costs the most."""
         sentences: list[Sentence] = []
-        known = [recipe for recipe in self.recipes if recipe.first] if self.base == BF16 else []
+        known = [recipe for recipe in self.recipes if recipe.alone] if self.base == BF16 else []
         if known:
-            firsts = [(recipe.label, recipe.first_gap) for recipe in known]
-            what = "Change of the loss by rounding alone (first iteration, on the weights and data of bf16)"
-            sentences.append(evidence.each_of(firsts, what))
+            changes = [(recipe.label, recipe.alone_gap) for recipe in known]
+            what = "Change of the loss by rounding alone (the same sequences and weights, with and without)"
+            sentences.append(evidence.each_of(changes, what))
         recipes = [recipe for recipe in self.recipes if not math.isnan(recipe.gap.value)]  # the others diverged
         several = [recipe for recipe in recipes if len(recipe.gaps) > 1 or recipe not in known]
         pairs = [(recipe.label, recipe.gap) for recipe in several]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,17 @@ from typing import Any
 from binade.data.access import check_writable
 from binade.data.experiment import experiment_files
 from binade.data.json_files import write_json
-from binade.data.runs import CANCELLED, DONE, FAILED, RUN_FILE, RunError, RunWriter, list_runs
+from binade.data.runs import (
+    CANCELLED,
+    DONE,
+    FAILED,
+    RUN_FILE,
+    RunError,
+    RunInfo,
+    RunWriter,
+    list_runs,
+    unwritable,
+)
 from binade.data.segment import segment_names
 from binade.data.store import locked
 from binade.data.text import describe
@@ -22,12 +32,17 @@ from binade.data.text import describe
 
 @contextmanager
 def continued_run(
-    root: Path, label: str, config: Mapping[str, Any], same: Sequence[str], busy: str
+    root: Path,
+    label: str,
+    config: Mapping[str, Any],
+    same: Sequence[str],
+    busy: str,
+    fits: Callable[[RunInfo], bool] = lambda run: True,
 ) -> Iterator[tuple[RunWriter, bool]]:
-    """The run whose run.json agrees with the configuration in the fields `same`, and whether it existed before. busy:
-    what another process that has it open is doing, such as "is being imported". Raises RunError if the root cannot be
-    written or the run is open elsewhere. An exception ends the run as failed or cancelled, unless it was done before
-    and has not changed."""
+    """The last run that fits and whose run.json agrees with the configuration in the fields `same`, else a new one; and
+    whether it existed before. busy: what another process that has it open is doing, such as "is being imported". Raises
+    RunError if the root cannot be written or the run is open elsewhere. An exception ends the run as failed or
+    cancelled, unless it was done before and has not changed."""
     check_writable("recording a run")
     wanted = json.loads(json.dumps({name: config.get(name) for name in same}))
     with ExitStack() as held:
@@ -35,15 +50,14 @@ def continued_run(
             root.mkdir(parents=True, exist_ok=True)
             with locked(root):
                 runs = [run for run in list_runs(root)[0] if {n: run.config.get(n) for n in same} == wanted]
+                runs = [run for run in runs if fits(run)]
                 writer = None if runs else RunWriter.create(root, label, dict(config))
                 directory = runs[-1].directory if writer is None else writer.directory
             held.enter_context(locked(directory / "segments", fcntl.LOCK_EX | fcntl.LOCK_NB))
         except BlockingIOError:
             raise RunError(f"{busy} into {directory.name} by another process: wait until it ends") from None
         except OSError as error:
-            raise RunError(
-                f"cannot write to {root}: {error.strerror or error}; choose a directory with --tensor-save-dir"
-            ) from error
+            raise unwritable(root, error) from error
         before, content = runs[-1].status if runs else None, _content(directory)
         writer = writer or RunWriter.reopen(directory)
         try:

@@ -5,7 +5,6 @@ Runs that diverged are last, with the iteration: data.outcomes. Sentences and ta
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,8 +15,9 @@ import pandas as pd
 from binade.data import evidence
 from binade.data.evidence import GAP, Estimate
 from binade.data.outcomes import Outcome, before_divergence, outcome_of
+from binade.data.rounding_alone import RoundingAlone
 from binade.data.run_table import PARTS, has_reference
-from binade.data.same_data import NATS, closest, equal_warm_up, losses_on_same_data
+from binade.data.same_data import NATS, closest, losses_on_same_data
 from binade.quant.formats import BF16
 
 Losses = Mapping[str, list[dict[str, Any]]]
@@ -28,13 +28,11 @@ def loss_gaps(table: pd.DataFrame, losses: Losses) -> pd.DataFrame:
     references, the one counts whose losses can be compared at most iterations, and never the run itself if there is
     another.
 
-    Columns run_id, label, iteration, loss, gap (nats per token; positive: worse than bf16), equal (whether all that
-    enters the model is known to be that of the reference), reference (its run_id). Iterations that the reference does
-    not have or at which it has diverged, those without a finite loss, and runs without a reference, are left out.
+    Columns run_id, label, iteration, loss, gap (nats per token; positive: worse than bf16), reference (its run_id).
+    Iterations that the reference does not have or at which it has diverged, those without a finite loss, and runs
+    without a reference, are left out.
     """
     rows = []
-    branched = dict(zip(table["run_id"], table["branched"], strict=True))
-    trained = dict(zip(table["run_id"], table["trained"], strict=True))
     sound = {run_id: before_divergence(steps, outcome_of(steps)) for run_id, steps in losses.items()}
     for _, run in table.iterrows():
         steps = [step for step in losses.get(run["run_id"], []) if step["loss"] is not None]
@@ -42,14 +40,11 @@ def loss_gaps(table: pd.DataFrame, losses: Losses) -> pd.DataFrame:
         others = [run_id for run_id in known if run_id != run["run_id"]] or known
         name = closest(steps, [(run_id, sound[run_id]) for run_id in others])
         reference = sound[name] if name else []
-        since = max(run["branched"], branched.get(name, -math.inf))
-        same = run["trained"] is not None and run["trained"] == trained.get(name)
-        same = same and equal_warm_up(steps, reference, since)
         rows += [
-            (run["run_id"], run["label"], iteration, loss, loss - other, iteration == max(since, 0) and same, name)
+            (run["run_id"], run["label"], iteration, loss, loss - other, name)
             for iteration, loss, other in losses_on_same_data(steps, reference)
         ]
-    return pd.DataFrame(rows, columns=["run_id", "label", "iteration", "loss", "gap", "equal", "reference"])
+    return pd.DataFrame(rows, columns=["run_id", "label", "iteration", "loss", "gap", "reference"])
 
 
 def with_outcomes(table: pd.DataFrame, losses: Losses) -> pd.DataFrame:
@@ -64,10 +59,11 @@ def costs(gaps: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:
     of `with_outcomes`.
 
     Columns run_id, label, name, recipe, settings, start, parts (what is rounded, in words), gap (mean over the
-    iterations that both have; NaN if the loss has become NaN or infinite for good), first (in the first one, if all
-    that enters the model is known to be equal; else NaN), last (at the last), added (last minus first; NaN without a
-    later iteration), iterations, only (the part, where only one is rounded), spec (its format), outcome (in words),
-    diverged (the iteration; NaN if it has not), ended (whether it ended before its reference).
+    iterations that both have; NaN if the loss has become NaN or infinite for good), last (at the last), measured (a
+    RoundingAlone; None if there is none), alone (its change, else NaN), added (the last gap minus that at the iteration
+    in which rounding alone was measured; NaN without one of them), iterations, only (the part, where only one is
+    rounded), spec (its format), outcome (in words), diverged (the iteration; NaN if it has not), ended (whether it
+    ended before its reference).
     """
     outcomes = dict(zip(table["run_id"], table["outcome"], strict=True))
     labels = dict(zip(table["run_id"], table["label"], strict=True))
@@ -79,48 +75,47 @@ def costs(gaps: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:
             continue
         name = part["reference"].iloc[0] if len(part) else run["references"][0]
         reference = outcomes.get(name, Outcome())
-        gap, first, last, added = (
-            _of_gaps(part) if len(part) and not outcome.is_lost else (np.nan, _first(part), np.nan, np.nan)
-        )
+        alone = run["alone"]
+        usable = len(part) and not outcome.is_lost
+        gap, last, added = _of_gaps(part, alone) if usable else (np.nan, np.nan, np.nan)
         rounded = {name: run[name] for name in PARTS if run[name] not in (None, BF16)}
         only, spec = next(iter(rounded.items())) if len(rounded) == 1 else (None, None)
         row = {name: run[name] for name in ("run_id", "label", "name", "recipe", "settings", "start")}
         row |= {"parts": ", ".join(f"{name} {fmt}" for name, fmt in rounded.items()), "gap": gap}
-        row |= {"first": first, "last": last, "added": added, "iterations": len(part), "only": only, "spec": spec}
+        row |= {"last": last, "added": added, "iterations": len(part), "only": only, "spec": spec}
+        row |= {"measured": alone, "alone": alone.change if alone else np.nan}
         row |= {"outcome": outcome.text(reference, labels.get(name, BF16)) or None, "diverged": outcome.diverged}
         rows.append(row | {"ended": outcome.diverged is None and outcome.ended_before(reference)})
-    columns = ["run_id", "label", "name", "recipe", "settings", "start", "parts", "gap", "first", "last", "added"]
-    frame = pd.DataFrame(rows, columns=[*columns, "iterations", "only", "spec", "outcome", "diverged", "ended"])
-    frame = frame.astype({"diverged": float, "outcome": object})
+    columns = ["run_id", "label", "name", "recipe", "settings", "start", "parts", "gap", "measured", "alone"]
+    columns += ["last", "added", "iterations", "only", "spec", "outcome", "diverged", "ended"]
+    frame = pd.DataFrame(rows, columns=columns).astype({"diverged": float, "outcome": object})
     frame["outcome"] = frame["outcome"].where(frame["outcome"].notna(), None)
     frame = frame.assign(size=frame["gap"].abs())
     ordered = frame.sort_values(["diverged", "size"], ascending=False, na_position="first", ignore_index=True)
     return ordered.drop(columns="size")
 
 
-def _first(part: pd.DataFrame) -> float:
-    return float(part.loc[part["equal"].astype(bool), "gap"].mean())
-
-
-def _of_gaps(part: pd.DataFrame) -> tuple[float, float, float, float]:
-    """(mean, first, last and last minus first) of a run's gaps, by iteration."""
-    first, last = _first(part), float(part["gap"].iloc[-1])
-    return float(part["gap"].mean()), first, last, np.nan if part["equal"].iloc[-1] else last - first
+def _of_gaps(part: pd.DataFrame, alone: RoundingAlone | None) -> tuple[float, float, float]:
+    """(mean, last, and last minus that in whose iteration rounding alone was measured) of a run's gaps."""
+    last, added = part.iloc[-1], np.nan
+    if alone and alone.iteration < last["iteration"]:
+        added = float(last["gap"] - part.loc[part["iteration"] == alone.iteration, "gap"].mean())
+    return float(part["gap"].mean()), float(last["gap"]), added
 
 
 @dataclass(frozen=True)
 class RecipeRuns:
     """Runs of one recipe and of the same settings: the gap on each data and start (of the newest run), and the part and
-    format, if only one part is rounded. label: of the only run, else the recipe's name. first and added: as in `costs`,
-    where they are known. runs: their run_ids; run_id: the newest. diverged: the iteration, of each start that did.
-    outcome: in words; "" if all trained to the end."""
+    format, if only one part is rounded. label: of the only run, else the recipe's name. alone: what the runs measured,
+    and added: as in `costs`, where they are known. runs: their run_ids; run_id: the newest. diverged: the iteration, of
+    each start that did. outcome: in words; "" if all trained to the end."""
 
     label: str
     gaps: Mapping[Any, float]
     run_id: str
     only: str | None
     spec: str | None
-    first: Mapping[Any, float]
+    alone: Mapping[Any, RoundingAlone]
     added: Mapping[Any, float]
     runs: tuple[str, ...] = ()
     diverged: Mapping[Any, int] = field(default_factory=dict)
@@ -131,12 +126,10 @@ class RecipeRuns:
         return evidence.mean(GAP, self.gaps.values())
 
     @property
-    def first_gap(self) -> Estimate:
-        """The gap of the first iteration: exact for one start; over several, their mean."""
-        values = list(self.first.values())
-        if len(values) == 1:
-            return evidence.exact(GAP, values[0], of="micro-batches")
-        return evidence.mean(GAP, values)
+    def alone_gap(self) -> Estimate:
+        """What rounding alone does to the loss: of one start over its sequences; of several, over these."""
+        measured = list(self.alone.values())
+        return measured[0].estimate if len(measured) == 1 else evidence.mean(GAP, (one.change for one in measured))
 
     @property
     def added_gap(self) -> Estimate:
@@ -152,9 +145,9 @@ def by_recipe(costs: pd.DataFrame, oldest_first: Sequence[str]) -> list[RecipeRu
         newest = runs.iloc[-1]
         label = newest["label"] if len(runs) == 1 else str(name)
         gaps = dict(zip(runs["start"], runs["gap"], strict=True))
-        first, added = (runs.dropna(subset=[name]).set_index("start")[name].to_dict() for name in ("first", "added"))
+        alone, added = (runs.dropna(subset=[name]).set_index("start")[name].to_dict() for name in ("measured", "added"))
         ids, lost = tuple(runs["run_id"]), runs.dropna(subset=["diverged"]).set_index("start")["diverged"].astype(int)
-        recipe = RecipeRuns(label, gaps, newest["run_id"], newest["only"], newest["spec"], first, added, ids)
+        recipe = RecipeRuns(label, gaps, newest["run_id"], newest["only"], newest["spec"], alone, added, ids)
         recipes.append(replace(recipe, diverged=lost.to_dict(), outcome=_outcome(runs)))
     return sorted(recipes, key=_rank)
 

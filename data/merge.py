@@ -8,7 +8,6 @@ segment appears, nothing has changed; if it is killed later, the segments that a
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
@@ -18,22 +17,21 @@ import pyarrow.parquet as pq
 
 from binade.data.runs import RunInfo
 from binade.data.segment import (
-    GROUP_ROWS,
-    MANIFEST,
+    FORMER,
     MERGED,
     TABLES,
     Replaced,
+    completed,
     last_number,
-    manifest,
-    parquet_options,
     read_manifest,
     segment_digest,
+    table_files,
+    write_tables,
 )
-from binade.data.store import remove_directory, sha256, staged_directory, staged_file, write_atomic
+from binade.data.store import remove_directory
 
 SIZE = 128 << 20  # bytes of a segment that is large enough
 MANY = 64  # fewest segments of a run for a merge
-ROWS = 1 << 20  # that are held in memory
 
 
 def merge_segments(run: RunInfo) -> None:
@@ -69,43 +67,20 @@ def _merge(run: RunInfo, names: Sequence[str], merged: str) -> None:
     for name in names:
         segment = segments / name
         read_manifest(segment, run_id).check(segment)
-        replaces[name] = Replaced(sha256(segment / MANIFEST), segment.stat().st_mtime_ns)
+        replaces[name] = Replaced.of(segment)
         digests[name] = segment_digest(segment).hex()
-    with staged_directory(segments / merged) as part:
-        for stem, schema in TABLES.items():
-            with (
-                staged_file(part / f"{stem}.parquet") as file,
-                pq.ParquetWriter(file, schema, **parquet_options(schema)) as writer,
-            ):
-                for table in _chunks([segments / name / f"{stem}.parquet" for name in names]):
-                    writer.write_table(table, row_group_size=GROUP_ROWS[stem])  # ValueError for another schema
-        files = {file.name: file for file in sorted(part.iterdir())}
-        write_atomic(part / MANIFEST, manifest(run_id, merged, files, replaces, digests))
-        _sync(part)
-    _sync(segments)
+    write_tables(segments / merged, (_tables(segments / name) for name in names), replaces, digests)
     read_manifest(segments / merged, run_id).check(segments / merged)
     for name in names:
         remove_directory(segments / name)
 
 
-def _chunks(files: Sequence[Path]) -> Iterator[pa.Table]:
-    """The rows of some files in order, in tables of about ROWS rows."""
-    tables: list[pa.Table] = []
-    for file in files:
-        with pq.ParquetFile(file) as opened:
-            for group in range(opened.num_row_groups):
-                tables.append(opened.read_row_group(group))
-                if sum(map(len, tables)) >= ROWS:
-                    yield pa.concat_tables(tables)
-                    tables = []
-    if sum(map(len, tables)):
-        yield pa.concat_tables(tables)
-
-
-def _sync(directory: Path) -> None:
-    """Wait until the names in a directory are on the disk."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _tables(segment: Path) -> dict[str, pa.Table]:
+    """The tables of a segment as this version writes them. Raises OSError, and ValueError or pa.ArrowException."""
+    tables: dict[str, pa.Table] = {}
+    for stem, file in table_files(segment).items():
+        table, schema = completed(stem, pq.read_table(file, partitioning=None)), TABLES[stem]
+        if more := {*table.column_names} - {*schema.names, *FORMER}:
+            raise ValueError(f"{file} has a column {min(more)!r}, which this version does not know")
+        tables[stem] = table.select(schema.names).cast(schema)
+    return tables

@@ -16,6 +16,7 @@ import pandas as pd
 
 from binade.data.catalog import Catalog
 from binade.data.difference import OVERRIDES
+from binade.data.rounding_alone import rounding_alone_of
 from binade.data.runs import is_lost, read_steps
 from binade.data.same_data import (
     CONFIGURATION,
@@ -25,7 +26,6 @@ from binade.data.same_data import (
     data_key,
     shared_settings,
     states_all,
-    trained_by_binade,
     unit_of,
     unknown,
 )
@@ -62,7 +62,7 @@ def runs_with_references(runs: pd.DataFrame, parts: pd.DataFrame) -> pd.DataFram
     unknown    what is not known of it, as of `same_data.unknown`
     settings   all other settings that are the same in runs that differ in recipe and seed
     stated     whether run.json states all of same_data.CONFIGURATION
-    trained    of `same_data.trained_by_binade`
+    alone      what rounding alone does to its loss, a RoundingAlone; None if that was not measured
     unit       of its losses
     """
     runs = runs.sort_values(["started", "run_id"], ignore_index=True)
@@ -91,7 +91,7 @@ def runs_with_references(runs: pd.DataFrame, parts: pd.DataFrame) -> pd.DataFram
         for config in map(shared_settings, configs)
     ]
     table["stated"] = pd.Series([states_all(config) for config in configs], table.index, bool)
-    table["trained"] = pd.Series([*map(trained_by_binade, configs)], table.index, object)
+    table["alone"] = pd.Series([*map(rounding_alone_of, configs)], table.index, object)
     table["unit"] = pd.Series([*map(unit_of, configs)], table.index, object)
     plain = table[(table["recipe"] == "bf16") & ~table["quantized"] & table["data"].notna()]
     on_data = {data: tuple(ids[::-1]) for data, ids in plain.groupby("data")["run_id"].agg(list).items()}

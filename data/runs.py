@@ -11,7 +11,6 @@
       twin.jsonl     twin steps: see data.twin
       held_out.jsonl held-out evaluations: see data.held_out
       experiment/    results of treatments: see data.experiment
-      parity.json    parity of rollout and training: see data.parity_results
       tensors/       tensor files      segments/   their rows
       ranks/         of a run on several ranks: the process of each and what it has recorded; rank 0 adds them up
 
@@ -281,7 +280,7 @@ class RunInfo:
         before it is counted, so there may be more rows than the status says; but a rank numbers its segments from 1
         on."""
         state, counted, is_import = self.status.state, self.status.tensors, self.config.get("kind") == IMPORT
-        if state == RUNNING or (state == CRASHED and is_import):  # it may drop rows
+        if state == RUNNING or (state == CRASHED and is_import):  # the import before may have more
             return None
         if rows < counted:
             return f"its segments contain {rows} tensors, but status.json says {counted}, so a segment is missing"
@@ -381,9 +380,7 @@ class RunWriter:
                 writer = cls(run_id, part, status, ranks=ranks)
                 writer.update()
         except OSError as error:
-            raise RunError(
-                f"cannot write to {root}: {error.strerror or error}; choose a directory with --tensor-save-dir"
-            ) from error
+            raise unwritable(root, error) from error
         writer.directory = root / run_id
         return writer
 
@@ -599,6 +596,11 @@ def delete_run(directory: Path) -> None:
     if run.status.state == RUNNING:
         raise RunError(f"{run.run_id} is still running: cancel it first")
     remove_directory(directory)
+
+
+def unwritable(root: Path, error: OSError) -> RunError:
+    """That no run can be created in a root."""
+    return RunError(f"cannot write to {root}: {error.strerror or error}; choose a directory with --tensor-save-dir")
 
 
 def unusable_root(root: Path) -> str:

@@ -1,9 +1,9 @@
 """Segments: the rows of some captured tensors as five Parquet files in a directory that appears all at once.
 
 segments/rank00-000001/  tensor.parquet  sketch.parquet  score.parquet  block.parquet  trace.parquet
-                         files.jsonl     of an import: the files that the rows come from
                          manifest.json   size and SHA-256 of these files, with the names of the segment and its run
 segments/merged-000057/  several segments in one: see data/merge.py
+segments/import-000001/  all rows of an import; it replaces the segments of the import before
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, field
 from io import BufferedReader
 from pathlib import Path
@@ -40,7 +40,15 @@ from binade.data.columns import (
     values_of,
 )
 from binade.data.json_files import STRICT, read_json
-from binade.data.store import FileState, inside, sha256, staged_directory, staged_file, write_atomic
+from binade.data.store import (
+    FileState,
+    inside,
+    remove_directory,
+    sha256,
+    staged_directory,
+    staged_file,
+    write_atomic,
+)
 
 _ARROW = {
     ColumnType.TEXT: pa.string(),
@@ -80,9 +88,10 @@ FORMER = {name: pa.list_(pa.float64()) for name in ("loss_first_by_sequence", "l
 GROUP_ROWS = {name: 1 << 14 if name == "sketch" else 1 << 20 for name in TABLES}
 MANIFEST = "manifest.json"
 DIGESTED = 1 << 12  # rows of a segment that are Python objects at once
-MERGED = "merged-"  # how the names of merged segments begin
+MERGED, IMPORTED = "merged-", "import-"  # how the names of segments begin that may replace others
+HELD_ROWS = 1 << 20  # that are in memory before they are written
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]  # a SHA-256
-FileName = Annotated[str, Field(pattern=r"^[a-z]+\.(parquet|jsonl)$")]  # of a segment, which may be untrusted input
+FileName = Annotated[str, Field(pattern=r"^[a-z]+\.(parquet|jsonl)$")]  # imports of earlier versions had a files.jsonl
 
 
 class SegmentError(ValueError):
@@ -117,17 +126,23 @@ class Checksum:
 
 @pydantic_dataclass(frozen=True, config=STRICT)
 class Replaced:
-    """A segment that a merged one replaces: the SHA-256 of its manifest.json, and its time of modification."""
+    """A segment that another one replaces: the SHA-256 of its manifest.json, and its time of modification."""
 
     manifest: str
     mtime_ns: int
+
+    @classmethod
+    def of(cls, segment: Path) -> Replaced:
+        """Raises OSError."""
+        return cls(sha256(segment / MANIFEST), segment.stat().st_mtime_ns)
 
 
 @pydantic_dataclass(frozen=True, config=STRICT)
 class Manifest:
     """manifest.json. run_id is None for a segment without rows.
 
-    A merged segment names those that it replaces, and the `segment_digest` of each that the run once wrote.
+    A segment of MERGED or IMPORTED names those that it replaces; a merged one also has the `segment_digest` of each
+    that the run once wrote.
     """
 
     run_id: str | None
@@ -239,12 +254,7 @@ def read_tables(
                 table = opened.read()
         except KeyError:  # of read_dictionary
             raise ValueError(f"{file.name} has no column 'tensor_id'") from None
-        schema = TABLES[name]
-        missing = set(schema.names) - set(table.column_names)
-        for column in missing & OPTIONAL:
-            table = table.append_column(column, pa.nulls(len(table), schema.field(column).type))
-        if missing := missing - OPTIONAL:
-            raise ValueError(f"{file.name} has no column {min(missing)!r}")
+        table, schema = completed(name, table), TABLES[name]
         if name != "tensor":
             ids = table["tensor_id"].cast(pa.dictionary(pa.int32(), pa.string())).unify_dictionaries().combine_chunks()
             rows = pc.index_in(ids.dictionary, known).take(ids.indices)
@@ -256,6 +266,18 @@ def read_tables(
         if name == "tensor":
             known = tables[name]["tensor_id"].combine_chunks()
     return tables
+
+
+def completed(name: str, table: pa.Table) -> pa.Table:
+    """A table of a segment with the columns that segments of earlier versions do not have, which are null. Raises
+    ValueError if it lacks any other column."""
+    schema = TABLES[name]
+    missing = set(schema.names) - set(table.column_names)
+    for column in missing & OPTIONAL:
+        table = table.append_column(column, pa.nulls(len(table), schema.field(column).type))
+    if missing := missing - OPTIONAL:
+        raise ValueError(f"{name}.parquet has no column {min(missing)!r}")
+    return table
 
 
 def tensor_record(row: TensorRow | LoggedRow) -> dict[str, Any]:
@@ -276,10 +298,13 @@ def _place(row: TensorRow) -> tuple[int, str, str]:
     return where.layer_index or 0, where.module or "", where.tensor_name or ""
 
 
-def write_segment(
-    directory: Path, name: str, rows: Sequence[TensorRow | LoggedRow], files: bytes | None = None
-) -> None:
+def write_segment(directory: Path, name: str, rows: Sequence[TensorRow | LoggedRow]) -> None:
     """Write rows as the segment directory/name; see `write_tables`."""
+    write_tables(directory / name, [tables_of(rows)])
+
+
+def tables_of(rows: Sequence[TensorRow | LoggedRow]) -> dict[str, pa.Table]:
+    """Rows as TABLES."""
     measured = [row for row in rows if isinstance(row, TensorRow)]
     together = sorted(measured, key=_place)
     sketch = TABLES["sketch"].empty_table()
@@ -308,76 +333,93 @@ def write_segment(
         columns += [np.concatenate(arrays) for arrays in (bins, counts)]
         block = pa.table(dict(zip(TABLES["block"].names, columns, strict=True)), schema=TABLES["block"])
     traces = [{"tensor_id": row.tensor_id, **values_of(row.trace)} for row in measured if row.trace]
-    tables = {
+    return {
         "tensor": pa.Table.from_pylist([tensor_record(row) for row in rows], schema=TENSOR_SCHEMA),
         "sketch": sketch,
         "score": pa.Table.from_pylist(scores, schema=TABLES["score"]),
         "block": block,
         "trace": pa.Table.from_pylist(traces, schema=TABLES["trace"]),
     }
-    write_tables(directory / name, tables, files)
 
 
-def write_tables(segment: Path, tables: Mapping[str, pa.Table], files: bytes | None = None) -> None:
-    """Write a segment's TABLES, with `files` as its files.jsonl. If it raises OSError, no part of the segment is
-    left."""
-    with staged_directory(segment) as part:
-        _fill(part, segment.name, tables, files)
+def write_tables(
+    segment: Path,
+    parts: Iterable[Mapping[str, pa.Table]],
+    replaces: Mapping[str, Replaced] = MappingProxyType({}),
+    digests: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Write parts of TABLES, one after the other, as a segment, which appears when it is on the disk as a whole.
+    replaces, digests: see Manifest; then the segment is on the disk before this returns, so that others can be deleted.
+    If it raises OSError, or ValueError for a table with other columns, no part of the segment is left."""
+    with staged_directory(segment) as staged:
+        run_id = _fill(staged, parts)
+        files = {file.name: file for file in sorted(staged.iterdir())}
+        write_atomic(staged / MANIFEST, manifest(run_id, segment.name, files, replaces, digests))
+        if replaces:
+            _synchronize(staged)
+    if replaces:
+        _synchronize(segment.parent)
 
 
-def drop_rows(directory: Path, name: str, tensor_ids: set[str], files: bytes) -> None:
-    """Rewrite the segment directory/name without these tensors, with `files` as its files.jsonl.
+def _fill(directory: Path, parts: Iterable[Mapping[str, pa.Table]]) -> str | None:
+    """Write the files of TABLES; returns the run of the rows, None if there are none."""
+    run_id: str | None = None
+    with ExitStack() as stack:
+        writers: dict[str, pq.ParquetWriter] = {}
+        for stem, schema in TABLES.items():
+            file = stack.enter_context(staged_file(directory / f"{stem}.parquet"))
+            writers[stem] = stack.enter_context(pq.ParquetWriter(file, schema, **parquet_options(schema)))
+        held: dict[str, list[pa.Table]] = {stem: [] for stem in TABLES}
 
-    After a crash between the two renames neither version exists, so rows and their files are lost together. If it
-    raises OSError, or SegmentError for a segment that is damaged, the old version stays."""
-    dropped = pa.array(sorted(tensor_ids), pa.string())
-    _rewrite(directory / name, lambda _, table: table.filter(pc.invert(pc.is_in(table["tensor_id"], dropped))), files)
+        def write(stem: str) -> None:
+            if sum(map(len, held[stem])):
+                writers[stem].write_table(pa.concat_tables(held[stem]), row_group_size=GROUP_ROWS[stem])
+            held[stem] = []
 
-
-def rename_modules(segment: Path, modules: Mapping[str, str], files: bytes) -> None:
-    """Rewrite a segment with other modules for these tensors, by id, with `files` as its files.jsonl. See `drop_rows`
-    for crashes and errors."""
-
-    def renamed(stem: str, table: pa.Table) -> pa.Table:
-        if stem != "tensor":
-            return table
-        names = zip(table["tensor_id"].to_pylist(), table["module"].to_pylist(), strict=True)
-        column = pa.array([modules.get(tensor_id, name) for tensor_id, name in names], pa.string())
-        return table.set_column(table.schema.get_field_index("module"), table.schema.field("module"), column)
-
-    _rewrite(segment, renamed, files)
-
-
-def _rewrite(segment: Path, change: Callable[[str, pa.Table], pa.Table], files: bytes) -> None:
-    read_manifest(segment, None).check(segment)
-    tables = {stem: change(stem, pq.read_table(file, partitioning=None)) for stem, file in table_files(segment).items()}
-    with staged_directory(segment, replace=True) as part:
-        _fill(part, segment.name, tables, files)
+        for tables in parts:
+            for stem, table in tables.items():
+                held[stem].append(table)
+                if sum(map(len, held[stem])) >= HELD_ROWS:
+                    write(stem)
+            if run_id is None and len(tables["tensor"]):
+                run_id = tables["tensor"]["run_id"][0].as_py()
+        for stem in TABLES:
+            write(stem)
+    return run_id
 
 
-def _fill(part: Path, name: str, tables: Mapping[str, pa.Table], files: bytes | None) -> None:
-    for stem, table in tables.items():
-        with staged_file(part / f"{stem}.parquet") as file:
-            pq.write_table(table, file, row_group_size=GROUP_ROWS[stem], **parquet_options(table.schema))
-    if files is not None:
-        write_atomic(part / "files.jsonl", files)
-    run_ids = tables["tensor"]["run_id"]
-    run_id = run_ids[0].as_py() if len(run_ids) else None
-    write_atomic(part / MANIFEST, manifest(run_id, name, {file.name: file for file in sorted(part.iterdir())}))
+def replace_segments(run_directory: Path, parts: Iterable[Mapping[str, pa.Table]]) -> None:
+    """Write parts of TABLES as a segment that replaces all others of a run, which are then deleted. Raises as
+    `write_tables`, and then the run is as it was."""
+    directory = run_directory / "segments"
+    former = [entry for entry in directory.iterdir() if not entry.name.startswith(".")]
+    name = f"{IMPORTED}{last_number(entry.name for entry in former) + 1:06d}"
+    write_tables(directory / name, parts, {entry.name: Replaced.of(entry) for entry in former})
+    for entry in former:
+        remove_directory(entry)
+
+
+def _synchronize(directory: Path) -> None:
+    """Wait until the names in a directory are on the disk. Raises OSError."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def segment_names(run_directory: Path) -> list[str]:
-    """Names of a run's complete segments, sorted. Those that a merged segment has replaced are left out."""
+    """Names of a run's complete segments, sorted. Those that another one has replaced are left out."""
     directory = run_directory / "segments"
     if not directory.is_dir():
         return []
     names = {entry.name for entry in directory.iterdir() if entry.is_dir() and not entry.name.startswith(".")}
     replaced = set()  # and not deleted yet
-    for merged in names:
-        if merged.startswith(MERGED):
+    for name in names:
+        if name.startswith((MERGED, IMPORTED)):
             with suppress(OSError, ValueError):  # a damaged manifest is reported when its rows are read
-                replaces = read_json(Manifest, directory / merged / MANIFEST, run_directory).replaces
-                replaced |= {name for name in replaces.keys() & names if _is_same(directory / name, replaces[name])}
+                replaces = read_json(Manifest, directory / name / MANIFEST, run_directory).replaces
+                replaced |= {old for old in replaces.keys() & names if _is_same(directory / old, replaces[old])}
     return sorted(names - replaced)
 
 

@@ -197,25 +197,16 @@ def staged_file(path: Path, *, sweep: bool = True) -> Iterator[BinaryIO]:
 def set_aside(path: Path) -> Iterator[None]:
     """Hide a file during the block, if it exists. If the block raises, it comes back, else it is deleted. After a crash
     in the block there is no file of that name. Raises OSError."""
-    with ExitStack() as stack:
-        with suppress(FileNotFoundError):
-            stack.enter_context(_replaced(path, "part"))
+    if not path.exists():
         yield
-
-
-@contextmanager
-def _replaced(path: Path, suffix: str) -> Iterator[None]:
-    """Hide a file or directory during the block. If the block raises, it comes back, else it is deleted."""
-    with _moving_aside(path, suffix) as aside:
+        return
+    with _moving_aside(path, "part") as aside:
         try:
             yield
         except BaseException:
             os.rename(aside, path)
             raise
-        if aside.is_dir():
-            shutil.rmtree(aside, ignore_errors=True)
-        else:
-            aside.unlink()
+        aside.unlink()
 
 
 @contextmanager
@@ -236,21 +227,12 @@ def staging_directory(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def staged_directory(path: Path, *, replace: bool = False) -> Iterator[Path]:
+def staged_directory(path: Path) -> Iterator[Path]:
     """Fill a directory under a temporary name in the same folder, and rename it. If the block raises, nothing is left
-    behind. With replace, an existing directory of that name is replaced; after a crash between the two renames neither
-    exists. Raises OSError."""
-    with staging_directory(path) as part, ExitStack() as replaced:
+    behind. Raises OSError."""
+    with staging_directory(path) as part:
         yield part
-        while True:
-            try:
-                os.rename(part, path)
-                break
-            except OSError as error:
-                if not replace or error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                    raise
-            with suppress(FileNotFoundError):  # another writer has moved it
-                replaced.enter_context(_replaced(path, "gone"))
+        os.rename(part, path)
 
 
 def process_start(pid: int) -> float | None:

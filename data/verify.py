@@ -90,14 +90,14 @@ def verify(
 
 def _check_segment(run: RunInfo, name: str, verified: Verified, refuse: Callable[[Path, str], None]) -> int:
     """Check a segment's files and the tensor files that it names; returns the number of its tensors. A segment that
-    disappears meanwhile is not damaged: it was merged or, by an import, dropped."""
+    disappears meanwhile is not damaged: it was merged, or an import has replaced it."""
     segment = run.directory / "segments" / name
     try:
         written = run.manifest_of(name)
         damaged = written.differences(segment)
         if "tensor.parquet" not in damaged:
             rows = read_tables(segment, names=("tensor",))["tensor"]
-        if damaged and run.manifest_of(name) != written:  # an import has replaced it meanwhile
+        if damaged and run.manifest_of(name) != written:  # which raises if it is gone by now
             return _check_segment(run, name, verified, refuse)
     except UNREADABLE as error:
         if segment.exists():

@@ -37,7 +37,7 @@ FILES, DIRECTORY, PATH = "Upload files", "Upload a directory", "A path on the se
 LONGEST_NAME = 100
 DEEPEST = 12  # names of a path
 BEAT = 1.0  # seconds between looks at whether the page was left
-IMPORTING = "Importing. If you leave this page, the import ends and keeps what it has read."
+IMPORTING = "Importing. If you leave this page, the import ends, and no more is imported."
 RECOGNIZED = "import_recognized"  # in the session's state: (what was asked, exit status, lines)
 HELP = "What the training of a loss log was quantized to; bf16 for a baseline. Leave it empty for tensors"
 

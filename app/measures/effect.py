@@ -1,6 +1,9 @@
-"""What rounding a product changes of the loss, as `binade measure` measured it."""
+"""What rounding a product changes: of the loss, as `binade measure` measured it, and of log-probabilities, if it is
+rounded as for a rollout, as `binade parity` measured it."""
 
 from __future__ import annotations
+
+from contextlib import suppress
 
 import numpy as np
 import pandas as pd
@@ -10,23 +13,63 @@ from binade.app.measures.map_measure import LAYER, CellQuery, MapMeasure, if_any
 from binade.data.catalog import Catalog
 from binade.data.fields import MEASURES
 from binade.data.filter import Filter
+from binade.data.parity_results import Parity, read_parity
+from binade.data.runs import RunError
 from binade.data.student import quantile
 
+INTERVAL = "95% interval over sequences"
+NOT_ACROSS = "is that of one set of weights"
 
-def cells(query: CellQuery) -> pd.DataFrame:
+
+def effect_cells(query: CellQuery) -> pd.DataFrame:
+    """Of the measurements of the same model, the one with the most sequences."""
     known = products(query.opened, query.where)
     effects = query.opened.effects({run for runs in known["runs"] for run in runs})
-    effects = effects[effects["format"] == query.format].drop_duplicates(PRODUCT)  # the longest
+    effects = effects[effects["format"] == query.format].drop_duplicates(PRODUCT)
     margin = effects["change_error"].astype(float) * np.array([quantile(n - 1) for n in effects["sequences"]], float)
     return of_products(known, effects.assign(value=effects["change"], margin=margin))
 
 
-def _nothing(opened: Catalog, where: Filter, fmt: str) -> str:
+def parity_cells(query: CellQuery) -> pd.DataFrame:
+    """Of the newest parity of the same model that has single products."""
+    known, run_parity = parity_of(query.opened, query.where)
+    rows = [
+        (gap.part, gap.layer_index, gap.module, gap.change.value, gap.change.value - gap.change.low, len(gap.changes))
+        for gap in (run_parity[1].gaps if run_parity else ())
+        if gap.is_product and gap.is_whole
+    ]
+    values = pd.DataFrame(rows, columns=[*PRODUCT, "value", "margin", "sequences"])
+    return of_products(known, values.astype({"layer_index": "Int32"}))
+
+
+def parity_of(catalog: Catalog, where: Filter) -> tuple[pd.DataFrame, tuple[str, Parity] | None]:
+    """(the products of the selection, the newest parity of the same model with single products and its run)."""
+    known = products(catalog, where)
+    for run_id in catalog.parities({run for runs in known["runs"] for run in runs}):
+        with suppress(RunError, OSError):  # the index names damaged files
+            parity = read_parity(catalog.root / run_id)
+            if parity and any(gap.is_product for gap in parity.gaps):
+                return known, (run_id, parity)
+    return known, None
+
+
+def _no_effect(opened: Catalog, where: Filter, fmt: str) -> str:
     return f"No effect was measured in {fmt} for a model with these weights: binade measure --by site --formats {fmt}."
 
 
+def _no_parity(opened: Catalog, where: Filter, fmt: str) -> str:
+    return (
+        "No parity of single products was measured for a model with these weights: binade parity --rollout mxfp4 "
+        "--by site."
+    )
+
+
 EFFECT = MapMeasure(
-    measure=MEASURES["effect"], cells=cells, nothing=_nothing, recorded=if_any("effect"), of="result", of_format=True,
-    as_used=False, across=(LAYER,), not_across="is that of one set of weights", several="",
-    interval="95% interval over sequences",
+    measure=MEASURES["effect"], cells=effect_cells, nothing=_no_effect, recorded=if_any("effect"), of="result",
+    of_format=True, as_used=False, across=(LAYER,), not_across=NOT_ACROSS, several="", interval=INTERVAL,
+)  # fmt: skip
+PARITY = MapMeasure(
+    measure=MEASURES["parity_change"], cells=parity_cells, nothing=_no_parity,
+    recorded=lambda opened: bool(opened.parities()), of="result", across=(LAYER,), not_across=NOT_ACROSS, several="",
+    interval=INTERVAL,
 )  # fmt: skip

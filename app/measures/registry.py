@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from binade.app.measures.blocks import OF_BLOCKS
 from binade.app.measures.channels import HOT_RATIO, OUTLIER_PERSISTENCE
-from binade.app.measures.effect import EFFECT
+from binade.app.measures.effect import EFFECT, PARITY
 from binade.app.measures.gradients import GRADIENT_TO_NOISE
 from binade.app.measures.map_measure import MapMeasure
-from binade.app.measures.parity_change import PARITY
 from binade.app.measures.results import RESULT, RESULT_GAIN
 from binade.app.measures.values import OF_ERRORS, OF_STATISTICS, OF_TENSOR_SCALE
 from binade.app.measures.weights import EDGE_EXCESS, OSCILLATING

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from binade.app.questions.advise.question import ADVISE
 from binade.app.questions.attention.question import ATTENTION
 from binade.app.questions.blocks.question import BLOCKS
 from binade.app.questions.codes.question import CODES
+from binade.app.questions.cost.question import COST
 from binade.app.questions.difference.question import DIFFERENCE
 from binade.app.questions.drift.question import DRIFT
 from binade.app.questions.explore.question import EXPLORE
 from binade.app.questions.map.question import MAP
 from binade.app.questions.normality.question import NORMALITY
 from binade.app.questions.pair.question import PAIR
-from binade.app.questions.parity.question import PARITY
 from binade.app.questions.provenance.question import PROVENANCE
 from binade.app.questions.question import Question
 from binade.app.questions.recipes.question import RECIPES
@@ -23,7 +22,6 @@ from binade.data.text import markdown_table
 
 QUESTIONS: tuple[Question, ...] = (
     MAP,
-    ADVISE,
     EXPLORE,
     WHY,
     WHAT_IF,
@@ -35,7 +33,7 @@ QUESTIONS: tuple[Question, ...] = (
     CODES,
     RUNS,
     RECIPES,
-    PARITY,
+    COST,
     DIFFERENCE,
     PROVENANCE,
 )

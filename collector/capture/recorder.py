@@ -23,7 +23,7 @@ from binade.collector.capture.adapters.dtensor import is_dtensor
 from binade.collector.capture.adapters.layer import InstrumentError, Layer, numbers_left_out
 from binade.collector.capture.clock import PASSES_BEFORE_WARNING, Clock, Moment, PassCounter, running_backward
 from binade.collector.capture.evaluation import Evaluate
-from binade.collector.capture.held_out import HeldOutEvaluations
+from binade.collector.capture.held_out import Evaluations
 from binade.collector.capture.instrumented import Instrumented
 from binade.collector.capture.measure import WORDS, Measurer, RecorderError, check_record, dtype_name, warm_up
 from binade.collector.capture.observer import Observing
@@ -41,6 +41,7 @@ from binade.collector.ranks import current_ranks
 from binade.collector.settings import DEFAULT_SCORES
 from binade.data.columns import Shard
 from binade.data.held_out import append_held_out
+from binade.data.rounding_alone import rounding_alone
 from binade.data.runs import RunWriter, resolve_root
 from binade.data.tensor_kinds import (
     DEFAULT_MEASURES,
@@ -107,6 +108,7 @@ class Recorder:
     compiled = ""  # what `compile` has logged
     entered = False
     _trained = False  # whether a pass that trains has begun in this run
+    _has_rounding_alone = False  # whether this run's run.json has it
     instrumented: Instrumented | None = None  # the model that was instrumented first
     _writes_curves = True
 
@@ -231,7 +233,7 @@ class Recorder:
             continued=self._continued,
             curves=self._writes_curves,
         )
-        self._trained = False
+        self._trained = self._has_rounding_alone = False
         measurer.run = self._session
         measurer.start(self._continued.recorded if self._continued else 0)
         self.entered = True
@@ -438,13 +440,35 @@ class Recorder:
         tokens     how many tokens were trained before
 
         Call it before the forward pass of an iteration. Training does not change, and nothing is recorded but a line of
-        the run's held_out.jsonl. With several ranks, all call it with the same batches, and rank 0 writes. Raises
-        RecorderError without an instrumented model or with find_nan, ConfigError for a loss of another form.
+        the run's held_out.jsonl. The first call with a recipe that rounds also evaluates the batches without it, unless
+        `binade run` has trained the run: the difference is what rounding alone does to the loss (`rounding_alone` of
+        run.json). With several ranks, all call it with the same batches, and rank 0 writes. Raises RecorderError
+        without an instrumented model or with find_nan, ConfigError for a loss of another form.
         """
-        evaluation = HeldOutEvaluations(*self._on_these_weights("evaluate"))(loss, batches, iteration, tokens)
+        evaluations = Evaluations(*self._on_these_weights("evaluate"))
+        at = self.clock.iteration if iteration is None else iteration
+        compares = self._writes_curves and not self._has_rounding_alone and evaluations.rounds(at)
+        evaluation, exact = evaluations.held_out(loss, batches, iteration, tokens, compares)
         if self.entered and self.ranks.rank == 0:
             self.later(partial(append_held_out, self.writer.directory, evaluation))
+        if compares:
+            self.keep_rounding_alone(evaluation.iteration, evaluation.losses, exact)
         return evaluation.losses
+
+    def without_recipe(self, loss: Evaluate, batch: Any) -> tuple[float, ...]:
+        """The loss of each sequence of a batch on the current weights, without the recipe; empty if that rounds no
+        operand in this iteration. Training does not change, and nothing is recorded. loss and errors: as in `evaluate`.
+        """
+        evaluations = Evaluations(*self._on_these_weights("without_recipe"))
+        return evaluations.without_recipe(loss, batch) if evaluations.rounds(self.clock.iteration) else ()
+
+    def keep_rounding_alone(self, iteration: int, rounded: Sequence[float], exact: Sequence[float]) -> None:
+        """Keep what rounding alone does to the loss, in run.json. rounded, exact: the losses of the same sequences on
+        the same weights, in nats per token. Not kept if one is not finite."""
+        measured = rounding_alone(iteration, rounded, exact)
+        if self.entered and measured:
+            self._has_rounding_alone = True
+            self.later(partial(self.writer.describe, measured.fact()))
 
     def _on_these_weights(self, method: str) -> tuple[Instrumented, PassCounter]:
         """The model that passes which do not train are run with, for a method of this name. Raises RecorderError."""

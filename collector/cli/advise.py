@@ -108,6 +108,8 @@ def _advise(
         with quiet():
             operands = operands_of(catalog, filter_of(filters), parts)
         if measure:
+            if output is not None:
+                _check_writable(output, request.specs or tuple(operands.specs))
             _measure(where, catalog, operands, request, parts, sequences)
             catalog.sync()
         with quiet():
@@ -148,22 +150,37 @@ def _measure(
 def _content(advice: Advice, output: Path) -> str:
     """The recipe as a file. A precision file has one choice for each layer: that of the forward operands."""
     from binade.collector.recipes.files import to_toml
-    from binade.collector.recipes.precision_file import precisions, write
+    from binade.collector.recipes.precision_file import write
 
     if output.suffix == ".toml":
         return to_toml(advice.recipe(output.stem))
     try:
         return write(replace(advice, chosen=advice.forward).recipe(output.stem), forward_only=True)
     except RecipeError as error:
-        alike = [
-            str(each.forward_a)
-            for _, each in precisions().values()
-            if each.forward_a and each.forward_a == each.forward_b
-        ]
-        raise ConfigError(
-            f"--output {output}: {error}; advice has one format for input and weight, where NVFP4 has two in such a "
-            f"file: choose from {', '.join(dict.fromkeys(alike))} with --specs, or write a .toml file"
-        ) from None
+        raise _not_in_file(output, str(error)) from None
+
+
+def _check_writable(output: Path, specs: tuple[str, ...]) -> None:
+    """Raise ConfigError if one of the formats that are chosen between cannot be in the file."""
+    if output.suffix != ".toml" and (wrong := [spec for spec in specs if spec not in _in_precision_file()]):
+        raise _not_in_file(output, f"{wrong[0]} cannot be in a precision file")
+
+
+def _in_precision_file() -> list[str]:
+    """The formats that input and weight may have in a precision file."""
+    from binade.collector.recipes.precision_file import precisions
+
+    formats = (each for _, each in precisions().values())
+    return [
+        *dict.fromkeys(str(each.forward_a) for each in formats if each.forward_a and each.forward_a == each.forward_b)
+    ]
+
+
+def _not_in_file(output: Path, reason: str) -> ConfigError:
+    return ConfigError(
+        f"--output {output}: {reason}; advice has one format for input and weight, where NVFP4 has two in such a "
+        f"file: choose from {', '.join(_in_precision_file())} with --specs, or write a .toml file"
+    )
 
 
 def _described(advice: Advice) -> str:

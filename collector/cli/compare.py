@@ -52,11 +52,11 @@ MEASURED = "Recipes: rounding alone, as binade measure found it"
 HELD_OUT = "Recipes: gap to bf16 on held-out sequences"
 RECIPE_TABLES = {
     "Recipes: gap to bf16": ("label", "outcome", "seeds", "gap", "gap_interval", "left"),
-    ALONE: ("label", "first", "first_interval", "added", "added_interval"),
+    ALONE: ("label", "alone", "alone_interval", "added", "added_interval"),
     MEASURED: ("label", "effect", "effect_interval", "effect_on"),
     HELD_OUT: ("label", "held_out", "held_out_interval", "held_out_slope", "held_out_slope_interval", "held_out_at"),
 }
-IF_KNOWN = {ALONE: "first", MEASURED: "effect", HELD_OUT: "held_out"}  # the column without which a table is left out
+IF_KNOWN = {ALONE: "alone", MEASURED: "effect", HELD_OUT: "held_out"}  # the column without which a table is left out
 LEGEND = (
     *(f"{field.title}: {field.definition}." for field in (*RECIPE_FIELDS, *OPERAND_FIELDS[:3]) if field.definition),
     f"Steps: {JUDGED} A step of an ablation is compared with the step before, or with the full recipe.",

@@ -257,14 +257,14 @@ def _tensors(
             files=files,
         )
     if result.failed:
-        where = result.directory / "refused.jsonl"
         print_text("\n".join(_refusals(result)))
-        return fail(f"every file of {path} was refused; {where} says why")
-    if not (result.files or result.known):
+        return fail(f"every file of {path} was refused: nothing is imported")
+    if not result.files:
         print_text(f"there are no files in {one_line(str(path))}: nothing to import")
         return 0
-    added = f"{result.tensors} tensors of {result.files} files, {result.bytes / 1e6:.1f} MB in {result.seconds:.1f} s"
-    lines = [f"{result.run_id}: {added if result.files else 'nothing new'}; {result.known} files already known"]
+    size = f"{result.bytes / 1e6:.1f} MB in {result.seconds:.1f} s"
+    lines = [f"{result.run_id}: {result.tensors} tensors of {result.files} files, {size}"]
+    lines += [f"{run} is kept: it has files that cannot be read any more" for run in result.kept]
     if result.by_source:
         lines.append("by source: " + ", ".join(f"{source} {count}" for source, count in result.by_source.items()))
     if result.unnamed:
@@ -283,7 +283,8 @@ def _refusals(result: ImportResult) -> list[str]:
         lines += [f"{title}: {len(refusals)}"] * bool(refusals)
         lines += [f"    {one_line(refusal.line)}" for refusal in refusals[:SHOWN_REFUSALS]]
         if (hidden := len(refusals) - SHOWN_REFUSALS) > 0:
-            lines.append(f"    and {hidden} more: {result.directory / 'refused.jsonl'}")
+            where = f": {result.directory / 'refused.jsonl'}" if result.run_id else ""
+            lines.append(f"    and {hidden} more{where}")
     return lines
 
 
@@ -322,6 +323,6 @@ import_ = Command(
         root_option(),
     ],
     callback=_import,
-    cancelled="cancelled; what was recorded is kept",
+    cancelled="cancelled; what was imported before is kept",
     failed="the import failed",
 )  # fmt: skip

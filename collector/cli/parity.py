@@ -149,7 +149,7 @@ def _writable(root: str | None) -> Path:
 def _name(run_id: str, quiet: bool) -> None:
     """Name the run that has a result. quiet: the output is for a program."""
     if not quiet:
-        print_text(f"run {run_id}: Runs › Parity of the app shows it")
+        print_text(f"run {run_id}: Runs › Cost of the app shows it")
 
 
 def _causes(gaps: Sequence[GroupGap]) -> TextTable:

@@ -1,7 +1,7 @@
 """Reads the tensors of one file into rows of a segment. Runs in a separate process, see `workers`.
 
-The id of a tensor consists of the number of its file in the import and a digest of its content, so that an id never
-stands for another tensor later.
+The id of a tensor consists of digests of its file's name and of its content, so that an unchanged file keeps its ids,
+and an id never stands for another tensor later.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from binade.collector.imports.registry import interpret, statistics_of
 from binade.data.columns import Identity, LoggedRow, Origin, Score, TensorRow, Trace
 from binade.data.foreign import ForeignTensor, opened
 from binade.data.runs import is_unicode
-from binade.data.store import FileState, TensorFileError, sha256
+from binade.data.store import FileState, TensorFileError
 from binade.data.tensor_files import TooLargeError
 from binade.data.tensor_kinds import MAPS
 from binade.data.text import counted, describe
@@ -32,18 +32,15 @@ from binade.quant.summary import summarize
 from binade.quant.traces import hot_channels_later
 
 SCORE_BYTES = 28  # that scoring takes, for each element, at its peak
-DIGITS = 10  # hexadecimal ones of the digest in a tensor's id
+DIGITS = 10  # hexadecimal ones of each digest in a tensor's id
 
 
 @dataclass(frozen=True)
 class FileJob:
-    """A file to read. number: the file's in this run, which it keeps when it is imported again; room: see
-    `data.foreign.opened`; alone: no other file is read at the same time, so there will not be more memory later; kind:
-    see `model_paths.Clues`."""
+    """A file to read. room: see `data.foreign.opened`; alone: no other file is read at the same time, so there will not
+    be more memory later; kind: see `model_paths.Clues`."""
 
-    number: int
     file: File
-    run_id: str
     scores: tuple[str, ...]
     room: int | None = None
     alone: bool = False
@@ -52,13 +49,12 @@ class FileJob:
 
 @dataclass(frozen=True)
 class FileRead:
-    """The result of reading a file. later: there was not enough memory for it next to the others; unnamed: of how many
-    tensors only the module is known."""
+    """The result of reading a file. rows: without the id of their run; later: there was not enough memory for it next
+    to the others; unnamed: of how many tensors only the module is known."""
 
     rows: Sequence[TensorRow | LoggedRow] = ()
     refused: list[Refusal] = field(default_factory=list)
     version: str | None = None
-    sha256: str | None = None
     later: bool = False
     unnamed: int = 0
 
@@ -89,7 +85,7 @@ def read_file(job: FileJob) -> FileRead:
                     continue
                 version = log.version
                 unnamed += log.is_unnamed
-                tensor_id = _tensor_id(job, number if foreign.key is not None else None, name, state.sha256)
+                tensor_id = _tensor_id(job, number if foreign.key is not None else None, state.sha256)
                 order = None if log.order is None else log.order + number
                 rows.append(
                     _row(job, tensor_id, state, foreign, foreign.tensor, foreign.dtype, replace(log, order=order))
@@ -99,19 +95,20 @@ def read_file(job: FileJob) -> FileRead:
         no_memory = isinstance(error, (TooLargeError, MemoryError))
         return FileRead(refused=[Refusal(name, reason)], later=no_memory and not job.alone)
     refused += [Refusal(name, f"{counted(count, 'tensor')}: {reason}") for reason, count in doubtful.items()]
-    return FileRead(rows, refused, version, state.sha256, unnamed=unnamed)
+    return FileRead(rows, refused, version, unnamed=unnamed)
 
 
 def _tensor_id(job: FileJob, number: int | None, *content: object) -> str:
     """number: of the tensor in its file, if that may have several; content: what the tensor is known by."""
-    digest = hashlib.sha256(repr(content).encode()).hexdigest()
-    return "-".join([f"f{job.number:07d}", *([] if number is None else [str(number)]), digest[:DIGITS]])
+    of_file, of_content = (
+        hashlib.sha256(repr(part).encode()).hexdigest()[:DIGITS] for part in (job.file.name, content)
+    )
+    return "-".join([f"f{of_file}", *([] if number is None else [str(number)]), of_content])
 
 
 def _read_statistics(job: FileJob, importer: Importer) -> FileRead:
     name = job.file.name
     try:
-        sha = sha256(Path(job.file.path))  # first: if the file grows meanwhile, the next import reads it again
         statistics = importer.statistics(Path(job.file.path))
     except (ValueError, OSError, MemoryError) as error:
         return FileRead(refused=[Refusal(name, describe(error))])
@@ -127,8 +124,10 @@ def _read_statistics(job: FileJob, importer: Importer) -> FileRead:
             continue
         identity = _identity(tensor.log)
         tensor_id = _tensor_id(job, number, identity, sorted(tensor.columns.items()))
-        rows.append(LoggedRow(tensor_id, job.run_id, identity, _origin(tensor.log), tensor.columns))
-    return FileRead(rows, refused or [Refusal(name, "it has no statistics")] * (not rows), importer.name, sha)
+        rows.append(LoggedRow(tensor_id, "", identity, _origin(tensor.log), tensor.columns))
+    if not (rows or refused):
+        refused = [Refusal(name, "it has no statistics")]
+    return FileRead(rows, refused, importer.name)
 
 
 def _identity(log: TensorLog) -> Identity:
@@ -167,7 +166,7 @@ def _row(
         )
     return TensorRow(
         tensor_id=tensor_id,
-        run_id=job.run_id,
+        run_id="",
         identity=_identity(log),
         captured=log.captured,
         shape=tuple(x.shape),

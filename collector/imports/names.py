@@ -19,22 +19,13 @@ Row = Mapping[str, Any]  # COLUMNS of a tensor
 ELLIPSIS = "…"
 
 
-def distinct_modules(segments: Mapping[str, Sequence[Row]]) -> dict[str, dict[str, str]]:
-    """By segment and tensor_id, the new names of modules: those at different paths that have the same name in the same
+def distinct_modules(rows: Iterable[Row]) -> dict[str, str]:
+    """By tensor_id, the modules of which the name changes: those at different paths that have the same name in the same
     layer are named by their paths; and where tensors that no tool has named agree in all fields, their modules are
     named after what differs in their keys and files, too."""
-    rows = [*itertools.chain(*segments.values())]
-    modules = {row["tensor_id"]: row["module"] for row in rows} | _by_path(rows)
-    modules |= _by_name(rows, modules)
-    renamed = {
-        name: {
-            row["tensor_id"]: modules[row["tensor_id"]]
-            for row in rows_of_segment
-            if modules[row["tensor_id"]] != row["module"]
-        }
-        for name, rows_of_segment in segments.items()
-    }
-    return {name: changed for name, changed in renamed.items() if changed}
+    rows = sorted(rows, key=lambda row: row["tensor_id"])
+    renamed = _by_path(rows)
+    return renamed | _by_name(rows, {row["tensor_id"]: row["module"] for row in rows} | renamed)
 
 
 def _by_path(rows: Iterable[Row]) -> dict[str, str]:
@@ -51,12 +42,11 @@ def _by_path(rows: Iterable[Row]) -> dict[str, str]:
 
 
 def _path_name(module: str | None, path: str, usual: str | None) -> str:
-    """The name of a module by its path, with what follows in its name so far: the number of its call, or a label."""
+    """The name of a module by its path, with what follows its usual name, such as the number of its call."""
     name = without_layer(path)
     if module is None or module == usual:
         return plain_word(name) or name
-    known = name if module == name or module.startswith(f"{name}.") else usual or ""
-    return name + module.removeprefix(known)
+    return name + module.removeprefix(usual or "")
 
 
 def _by_name(rows: Iterable[Row], modules: Mapping[str, str | None]) -> dict[str, str]:

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from binade.data.continued import continued_run
-from binade.data.runs import IMPORT, RunWriter
+from binade.data.runs import IMPORT, RunInfo, RunWriter
 
 SAME = ("kind", "source", "loss_column")  # two imports that agree in these fields of run.json are one run
 
 
 @contextmanager
-def run_of_import(root: Path, config: dict[str, Any]) -> Iterator[RunWriter]:
-    """The run with this configuration, which has a `source`. Raises as `continued_run`."""
+def run_of_import(
+    root: Path, config: dict[str, Any], replaceable: Callable[[RunInfo], bool] = lambda run: True
+) -> Iterator[RunWriter]:
+    """The run with this configuration, which has a `source`; a new one if none is replaceable. Raises as
+    `continued_run`."""
     label = re.sub(r"[^A-Za-z0-9.-]+", "-", Path(config["source"]).name).strip("-.")[:40]
     busy = f"{config['source']} is being imported"
-    with continued_run(root, f"import_{label or 'logs'}", {"kind": IMPORT, **config}, SAME, busy) as (writer, _):
+    with continued_run(root, f"import_{label or 'logs'}", {"kind": IMPORT, **config}, SAME, busy, replaceable) as (
+        writer,
+        _,
+    ):
         yield writer

@@ -59,16 +59,17 @@ class JobError(ValueError):
 
 @dataclass(frozen=True, config=STRICT)
 class MeasureJob:
-    """What `binade measure` does for a job: it rounds all that each of these recipes or formats rounds, in the model of
-    a run."""
+    """What `binade measure` does for a job: it rounds groups of what each of these recipes or formats rounds, in the
+    model of a run. by: the granularities of groups, as its option has them."""
 
     run: Text
     formats: Annotated[tuple[Text, ...], Field(min_length=1)]
     sequences: Count = 8
+    by: Text = "model"
 
     @property
     def arguments(self) -> list[str]:
-        options = ["--formats", ",".join(self.formats), "--by", "model", "--sequences", str(self.sequences)]
+        options = ["--formats", ",".join(self.formats), "--by", self.by, "--sequences", str(self.sequences)]
         return ["measure", self.run, *options]
 
 

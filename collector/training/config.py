@@ -164,6 +164,9 @@ class RunConfig(WatchOptions):
         "(once if the recipe draws no random numbers), and record the changes of the loss and of each gradient",
         form_help="In each recorded iteration: one pass without the recipe and this many with it; 0: none",
         form_maximum=1024)
+    rounding_alone: bool = option(True, group=RECORD,
+        help="Leave out what rounding alone does to the loss: one more forward pass, without the recipe, of the first "
+        "micro-batch that is trained with it")
     raw: bool = option(True, group=RECORD, label="Keep values",
         form_help="Otherwise statistics, sketches and scores only",
         help="Record statistics, sketches and scores, without the values")

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from binade.collector.capture.adapters.layer import InstrumentError
+from binade.collector.capture.evaluation import sequence_losses
 from binade.collector.capture.instrument import instrument
 from binade.collector.capture.options import Merge, Watch
 from binade.collector.capture.recorder import Recorder
@@ -288,13 +289,18 @@ def _train(
     if communication.reduce_scatter and ranks.replicas == 1:
         report("warning: reduce_scatter rounds nothing, because there is only one data-parallel rank: use --dp 2")
 
+    of_start = resumed is None or isinstance(resumed, Branched)
+    begins = max(0, start - warm_up) if of_start else 0
+    measures_rounding = config.rounding_alone and not config.find_nan
+
     def iterate(iterations: range, what: str, recording: Recorder | None = None) -> None:
         for iteration in iterations:
             if recording and held_out and iteration % config.evaluate_every == 0:
                 _evaluate(recorder, held_out, config, iteration, report)
             begun = time.perf_counter()
             reduced = communication.reduce_scatter if recording else None
-            loss = _step(model, optimizer, stream, config, device, ranks, recording, iteration, reduced)
+            alone = measures_rounding and iteration == begins
+            loss = _step(model, optimizer, stream, config, device, ranks, recording, iteration, reduced, alone)
             seconds = time.perf_counter() - begun
             timed: dict[str, Any] = {"seconds": seconds, "recorded": config.records(iteration)}
             if isinstance(resumed, Branched) and iteration == start - warm_up:
@@ -377,9 +383,11 @@ def _step(
     recorder: Recorder | None = None,
     iteration: int = 0,
     reduced: Spec | None = None,
+    alone: bool = False,
 ) -> float:
     """One optimizer step over the micro-batches: the mean loss in nats per token, over all replicas. reduced: what each
-    replica's gradients are rounded to before they are added."""
+    replica's gradients are rounded to before they are added. alone: whether to measure what rounding alone does to the
+    loss, on the first micro-batch."""
     ranks.check_launcher()
     records = config.records(iteration) and ranks.rank in config.recording_ranks
     optimizer.zero_grad(set_to_none=True)
@@ -390,7 +398,11 @@ def _step(
         with recorder.at(iteration, index, record) if recorder else nullcontext():
             if recorder and records and config.twin and not index:
                 recorder.twin(partial(_objective, model, tokens, labels), config.twin)
-            loss = _backward(model, tokens, labels, config.micro_batches)
+            exact = recorder.without_recipe(logits_of, (tokens, labels)) if recorder and alone and not index else ()
+            rounded: list[float] = []
+            loss = _backward(model, tokens, labels, config.micro_batches, rounded if exact else None)
+            if recorder and exact:
+                recorder.keep_rounding_alone(iteration, rounded, exact)
         total += loss / config.micro_batches
     finish_gradients(model, ranks, reduced, config.seed, iteration)
     clip_gradients(model, ranks, 1.0)
@@ -400,9 +412,18 @@ def _step(
     return mean_over_replicas(total, ranks)
 
 
-def _backward(model: GPTModel | CausalLM, tokens: Tensor, labels: Tensor, micro_batches: int) -> float:
-    """The cross entropy in nats per token; the gradient is that of its sum with the experts' balance loss."""
+def _backward(
+    model: GPTModel | CausalLM,
+    tokens: Tensor,
+    labels: Tensor,
+    micro_batches: int,
+    by_sequence: list[float] | None = None,
+) -> float:
+    """The cross entropy in nats per token; the gradient is that of its sum with the experts' balance loss. by_sequence:
+    a list to which the loss of each sequence is added."""
     logits, balance = model.logits_and_balance(tokens)
+    if by_sequence is not None:
+        by_sequence += sequence_losses((logits.detach(), labels))
     loss, total = _losses(logits, balance, labels)
     torch.autograd.backward(total / micro_batches)
     return loss.item()

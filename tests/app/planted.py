@@ -25,6 +25,7 @@ from binade.app.view import View
 from binade.collector.recipes.ladder import ladder
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
+from binade.data.rounding_alone import RoundingAlone
 from tests.data.builder import make_run
 
 SCORED = ("hifp8", "mxfp4")  # by the builder
@@ -81,7 +82,8 @@ def make_losses(root: Path, gaps: Mapping[str, Iterable[float]], tensors: Mappin
     for recipe, values in {"bf16": [0.0] * max(map(len, listed.values())), **listed}.items():
         for seed, gap in enumerate(values):
             made = tensors.get(recipe)
-            run = make_run(root, *([made] if made else []), recipe=recipe, seed=seed)
+            alone = RoundingAlone(0, 5.0 + seed / 8, gap, 0.01, 4).fact() if gap else {}
+            run = make_run(root, *([made] if made else []), recipe=recipe, seed=seed, **alone)
             for iteration in range(2):
                 run.append_loss({"iteration": iteration, "loss": 5.0 + seed / 8 - iteration + gap, "time": 0.0})
 

@@ -22,6 +22,22 @@ def test_an_old_address_is_the_map_with_a_color(catalog: Catalog, part: str):
     assert not answer.problems and answer.figures[0].name == "map"
 
 
+@pytest.mark.parametrize(
+    ("page", "query"),
+    [
+        ("map", {"view": ["advise"], "budget": ["6"], "by": ["site"], "parts": ["linear"], "recipe": ["bf16"]}),
+        ("runs", {"view": ["parity"], "parity": ["a run"], "recipe": ["bf16"]}),
+    ],
+)
+def test_addresses_of_advice_and_parity_lead_to_their_cost(page: str, query: dict[str, list[str]]):
+    view = View(page, query)
+    measured = {"measured": ["a run"]} if page == "runs" else {}
+    assert (view.page, view.params) == ("runs", {"view": ["cost"], "recipe": ["bf16"]} | measured)
+    assert [Pin(page, query, chart).chart for chart in ("parity_groups", "parity_steps", "")] == [
+        "cost", "cost_steps", "",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(("part", "chart"), [(part, chart) for part in aliases.PARTS for chart in aliases.CHARTS[part]])
 def test_an_old_pin_has_a_chart(catalog: Catalog, part: str, chart: str):
     pin = Pin("map", {"view": [part], "recipe": ["mxfp4"]}, chart)

@@ -24,7 +24,7 @@ from binade.quant import quantizer
 from binade.quant.specs import Spec
 from binade.quant.traces import sample_later
 from tests.app.planted import drawn
-from tests.app.test_parity import of_recipes, saved
+from tests.app.test_cost import of_recipes, saved
 from tests.data.builder import make_run
 
 RECORDED = tuple(
@@ -35,7 +35,6 @@ RECORDED = tuple(
 SILENT = {
     "explore": "it shows the values of any selection; what it says of each is below its Q–Q plot",
 }
-MADE_ELSEWHERE = {"advise"}  # its sentence is made in collector/advice
 # What `runs` says of recipes that leave bf16's band, `recipes` says too, and these runs have one seed.
 CLAIMING = [question.name for question in registry.QUESTIONS if question.name not in (*SILENT, "runs")]
 # What makes sentences in data.evidence.
@@ -93,13 +92,11 @@ def test_every_number_of_a_verdict_is_an_estimate(
     opened: Catalog, collected: Path, measured_root: Path, name: str, tmp_path: Path
 ):
     answers = [drawn(QUESTIONS[name], opened, Filter())]
-    if name == "advise":
-        with Catalog.open(measured_root) as measured:
-            answers.append(drawn(QUESTIONS[name], measured))
-    if name == "parity":  # of runs of its own
+    if name == "cost":  # of runs of its own
         saved(tmp_path, of_recipes())
-        with Catalog.open(tmp_path) as measured:
-            answers.append(drawn(QUESTIONS[name], measured))
+        for root in (measured_root, tmp_path):
+            with Catalog.open(root) as measured:
+                answers.append(drawn(QUESTIONS[name], measured))
     with Catalog.open(collected) as catalog:
         answers += [drawn(QUESTIONS[name], catalog, where) for where in (Filter(), Filter(quant_type=("mxfp4",)))]
     assert any(answer.verdict for answer in answers), [answer.problems for answer in answers]
@@ -140,7 +137,7 @@ def test_sentences_are_made_from_templates(name: str):
     """A number that was formatted before it reaches `say` would have no evidence."""
     trees = [ast.parse(file.read_text("utf-8")) for file in sorted((FOLDER / name).glob("*.py"))]
     functions = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    assert any(True for function in functions for _ in calls_in(function)) != (name in {*SILENT, *MADE_ELSEWHERE})
+    assert any(True for function in functions for _ in calls_in(function)) != (name in SILENT)
     for function in functions:
         assigned: dict[str, list[ast.expr]] = {}
         for node in ast.walk(function):

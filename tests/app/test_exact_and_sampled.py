@@ -124,7 +124,7 @@ class TestFirstStep:
         make_losses(tmp_path, {"mxfp4": [0.25]}, {"mxfp4": [words]})
         with Catalog.open(tmp_path) as opened:
             answer = drawn(RECIPES, opened, of="cost")
-        assert "(first iteration, on the weights and data of bf16): mxfp4 +0.2500 nats." in answer.verdict
+        assert "(the same sequences and weights, with and without): mxfp4 +0.2500 nats" in answer.verdict
         assert "Training adds, which one seed cannot tell from chance: mxfp4 0.0000 nats" in answer.verdict
         assert "One seed cannot tell these from bf16" not in answer.verdict
 

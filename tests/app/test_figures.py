@@ -44,7 +44,7 @@ def walked(catalog: Catalog, every: bool) -> dict[str, Figure]:
     figures = {}
     for question in QUESTIONS:
         view = View(question.page, {"view": [question.view]})
-        params = {} if question.name in ("what_if", "advise") or not every else view.params_in(catalog)
+        params = {} if question.name in ("what_if",) or not every else view.params_in(catalog)
         several = {name: params[name] for name in question.uses if isinstance(params.get(name), One)}
         choices = [(name, text) for name, param in several.items() if not param.refers_to for text in param.allowed]
         for changed in (view, *(view.changed(**{name: text}) for name, text in choices)):
@@ -60,7 +60,7 @@ def figures(request: pytest.FixtureRequest, collected: Path, odd_root: Path, mea
         with Catalog.open(root) as catalog, debug_mode(True):
             found |= {f"{root.name} {name}": figure for name, figure in walked(catalog, every).items()}
     with Catalog.open(measured_root) as catalog, debug_mode(True):
-        found |= {f"advise {figure.name}": figure for figure in View("map", {"view": ["advise"]}).draw(catalog).figures}
+        found |= {f"cost {figure.name}": figure for figure in View("runs", {"view": ["cost"]}).draw(catalog).figures}
     return found
 
 

@@ -41,7 +41,7 @@ OF_TENSOR = [{"format": "mxfp8", "recipe": "mxfp4"}]
 CASES = [
     (question.page, question.address | more)
     for question in QUESTIONS
-    if question.name not in ("provenance", "parity")  # of other runs: test_provenance and test_parity
+    if question.name not in ("provenance", "cost")  # of other runs: test_provenance and test_cost
     for more in ASKED.get(question.name, OF_TENSOR if question.of is Of.TENSOR else [{}])
 ]
 

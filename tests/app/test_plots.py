@@ -28,9 +28,9 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize(  # those are of other runs: test_provenance and test_parity
+@pytest.mark.parametrize(  # those are of other runs: test_provenance and test_cost
     "question",
-    [each for each in QUESTIONS if each.name not in ("provenance", "parity")],
+    [each for each in QUESTIONS if each.name not in ("provenance", "cost")],
     ids=lambda question: question.name,
 )
 def test_a_question_answers_alone_as_the_app_does(question: Question, catalog: Catalog):

@@ -39,7 +39,7 @@ LISTED: dict[str, Callable[[Drawn], list[int]]] = {
     "difference": lambda answer: [len(answer.get("difference").table)],
 }
 """How many there are of what the tables of an answer list."""
-ELSEWHERE = {"advise", "parity", "provenance"}  # test_advise and others have the roots for these
+ELSEWHERE = {"cost", "provenance"}  # test_cost and test_provenance have the roots for these
 SEVERAL = [each for each in QUESTIONS if each.of is not Of.TENSOR and each.name not in ELSEWHERE]
 
 

@@ -120,7 +120,7 @@ def test_what_is_there_instead_of_scores_is_said(visit: Visit, collected: Path, 
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("page", ["map", "advise", "explore", "difference", "tensor"])
+@pytest.mark.parametrize("page", ["map", "explore", "difference", "tensor"])
 def test_a_filter_without_tensors_is_said_on_every_page(visit: Visit, collected: Path, page: str):
     at = visit(collected, page, operation="backward", tensor_name="input")
     assert [info.value for info in at.info] == ["No tensor matches: operation backward, tensor input."]
@@ -237,7 +237,7 @@ def damaged_root(collected: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("page", ["map", "runs", "recipes", "advise", "collect"])
+@pytest.mark.parametrize("page", ["map", "runs", "recipes", "cost", "collect"])
 def test_damaged_runs_break_no_page(visit: Visit, damaged_root: Path, page: str):
     at = visit(damaged_root, page)
     assert page == "collect" or "capture_every" in words(at) + str([text.value for text in at.text])

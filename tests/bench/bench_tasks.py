@@ -211,7 +211,7 @@ def compare_two_runs(user: User) -> None:
 
 def what_to_use(user: User) -> None:
     user.button("What should I use?")
-    user.sees(re.compile("^Advised: |^No |^Nothing"))
+    user.sees(re.compile("^The measured |^Nothing was measured"))
 
 
 TASKS: dict[str, tuple[Callable[[User], None], int]] = {

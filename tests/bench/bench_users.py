@@ -54,7 +54,7 @@ def collector(root: Path) -> None:
     for number in count():
         numbers = np.arange(number * SEGMENT, (number + 1) * SEGMENT)
         tables = rows(known, random, numbers, writer.run_id, "mxfp8", 0)
-        write_tables(writer.directory / "segments" / writer.next_segment_name(), tables)
+        write_tables(writer.directory / "segments" / writer.next_segment_name(), [tables])
         writer.append_loss({"iteration": number * EVERY, "loss": 5.0})
         writer.update(tensors=(number + 1) * SEGMENT, iteration=number * EVERY)
         time.sleep(WRITES)

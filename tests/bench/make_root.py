@@ -81,7 +81,7 @@ def make_root(root: Path, tensors: int, runs: int = 1, ranks: int = 1) -> list[P
             for first in range(0, stop, SEGMENT):
                 numbers = np.arange(first, min(first + SEGMENT, stop))
                 segment = writer.directory / "segments" / writer.next_segment_name()
-                write_tables(segment, rows(known, random, numbers, writer.run_id, recipe, rank))
+                write_tables(segment, [rows(known, random, numbers, writer.run_id, recipe, rank)])
             writer.update(tensors=stop, tensors_without_raw=stop)
         writers[0].update(iteration=config["train_iters"] - 1, loss_first=11.0, loss_last=6.0)
         writers[0].finish(DONE)

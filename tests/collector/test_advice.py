@@ -164,6 +164,9 @@ WRONG = {
     "a precision file": (
         ("--specs", "mxfp4", "--output", "mine.yaml"), 2, "in a precision file it can be bf16, fp8_e4m3, ",
     ),
+    "a precision file, before anything is measured": (
+        ("--measure", "--specs", "fp8_e4m3,mxfp4", "--output", "mine.yaml"), 2, "mxfp4 cannot be in a precision file",
+    ),
     "nvfp4 in a precision file": (
         ("--specs", "nvfp4", "--budget", "5", "--output", "mine.yaml"), 2,
         "choose from fp8_e4m3, mxfp8(scale=rceil) with --specs",

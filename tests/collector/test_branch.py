@@ -99,8 +99,9 @@ def test_branches_are_compared_in_pairs(branched: Path):
     compared = compare(table, found)
     (row,) = compared.costs.to_dict("records")
     own, other = ({at: loss for at, loss, _ in losses(run)} for run in (mxfp4, plain))
-    assert row["first"] == own[4] - other[4] and row["last"] == own[5] - other[5] and row["iterations"] == 2
-    assert row["added"] == row["last"] - row["first"]
+    first = own[4] - other[4]
+    assert row["alone"] == pytest.approx(first, abs=1e-6) and row["measured"].iteration == 4
+    assert row["last"] == own[5] - other[5] and row["iterations"] == 2 and row["added"] == row["last"] - first
     assert equal_weights(branched, mxfp4.run_id, plain.run_id, 4, 4)
     assert not equal_weights(branched, mxfp4.run_id, plain.run_id, 5, 4)
     assert with_one_seed(table) == []  # a branch is not repeated with other seeds

@@ -319,5 +319,5 @@ OF_NUMPY = b"\x93NUMPY%c\x00v\x00{'descr': '<f4', 'fortran_order': False, 'shape
 def test_files_that_are_no_tensors_are_one_line(tmp_path: Path, name: str, content: bytes, reason: str):
     (tmp_path / name).write_bytes(content)
     file = File(str(tmp_path / name), name, len(content), 0)
-    (refusal,) = read_file(FileJob(1, file, "run", ())).refused
+    (refusal,) = read_file(FileJob(file, ())).refused
     assert refusal.reason.startswith(reason) and refusal.line.isprintable()

@@ -7,6 +7,8 @@ import json
 import os
 import pickle
 import random
+import re
+import shutil
 import signal
 import socket
 import zipfile
@@ -16,6 +18,8 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -26,8 +30,10 @@ from binade.collector.imports.workers import Death, scatter
 from binade.data.cache import ResultCache
 from binade.data.catalog import Catalog
 from binade.data.notes import notes
-from binade.data.runs import CANCELLED, DONE, FAILED, RunInfo, list_runs
+from binade.data.runs import DONE, RunInfo, list_runs
+from binade.data.segment import MANIFEST, manifest, table_files, write_tables
 from binade.data.store import TensorFileError
+from binade.data.verify import verify
 from binade.quant import score, summarize
 from binade.quant.backends import cpu, moments, native
 from binade.quant.specs import Spec
@@ -343,54 +349,98 @@ def test_hostile_metadata_is_neutralised(bring, tmp_path, logs):
     assert bring() == 0 and len(rows(tmp_path)) == 3 and refusals(tmp_path) == {}
 
 
-def test_importing_again_adds_what_is_new_and_nothing_twice(bring, capsys, tmp_path, logs):
+def test_importing_again_replaces_the_import_before(bring, capsys, tmp_path, logs):
     write_all(logs, older=False)
     assert bring() == 0
-    first = rows(tmp_path)
-    directory = only_run(tmp_path).directory
-    segments = {p: p.stat().st_mtime_ns for p in directory.glob("segments/*")}
+    first, directory = rows(tmp_path), only_run(tmp_path).directory
+    assert [path.name for path in directory.glob("segments/*")] == ["import-000001"]
     capsys.readouterr()
-    assert bring() == 0
-    assert "nothing new; 9 files already known" in capsys.readouterr().out
-    assert {p: p.stat().st_mtime_ns for p in directory.glob("segments/*")} == segments
-    write(logs / "later.pt", tensor(20))
-    assert bring() == 0
+    with Catalog.open(tmp_path / "runs") as catalog:  # which has indexed the first one
+        assert bring() == 0
+        assert "9 tensors of 9 files" in capsys.readouterr().out and only_run(tmp_path).directory == directory
+        assert [path.name for path in directory.glob("segments/*")] == ["import-000002"]
+        catalog.sync()
+        pd.testing.assert_frame_equal(catalog.tensors()[[*first.columns]], first)
+        write(logs / "later.pt", tensor(20))
+        assert bring("--scores", "mxfp8") == 0
+        catalog.sync()
+        assert len(catalog.tensors()) == 10 and len(catalog.scores()) == 10 and catalog.refused == []
     again = rows(tmp_path)
     assert len(again) == 10 and set(first["tensor_id"]) < set(again["tensor_id"]) and again["tensor_id"].is_unique
-    assert only_run(tmp_path).status.tensors == 10 and only_run(tmp_path).config["files"]["V2"] == 1
+    run = only_run(tmp_path)
+    assert run.status.tensors == 10 and run.config["files"]["V2"] == 1 and run.config["scores"] == ["mxfp8"]
 
 
-def test_damaged_rows_are_not_written_again_with_new_checksums(bring, capsys, tmp_path, logs):
+def test_an_import_of_an_older_version_is_replaced(bring, tmp_path, logs):
+    """Several segments, each with a list of its files."""
     for seed, name in enumerate(("a", "b")):
         write(logs / f"{name}.pt", tensor(seed))
     assert bring() == 0
-    files = list(only_run(tmp_path).directory.glob("segments/*/tensor.parquet"))  # one, or two on a slow machine
-    for file in files:
-        file.write_bytes(with_column(file.read_bytes(), "nans", 9))
-    damaged = [file.read_bytes() for file in files]
-    write(logs / "b.pt", tensor(9))
-    assert bring() == 1 and [file.read_bytes() for file in files] == damaged
-    assert "tensor.parquet has " in capsys.readouterr().err
+    first, directory = rows(tmp_path), only_run(tmp_path).directory
+    (segment,) = directory.glob("segments/*")
+    tables = {name: pq.read_table(file) for name, file in table_files(segment).items()}
+    for number, tensor_id in enumerate(first["tensor_id"], 1):
+        one = directory / "segments" / f"rank00-{number:06d}"
+        own = tensor_id.rpartition("/")[2]
+        write_tables(one, [{n: t.filter(pc.equal(t["tensor_id"], own)) for n, t in tables.items()}])
+        (one / "files.jsonl").write_text("{}\n")
+        files = {path.name: path for path in one.iterdir() if path.name != MANIFEST}
+        (one / MANIFEST).write_bytes(manifest(directory.name, one.name, files))
+    shutil.rmtree(segment)
+    assert rows(tmp_path)["rms"].tolist() == first["rms"].tolist()
+    assert bring() == 0 and verify(tmp_path / "runs").damaged == []
+    pd.testing.assert_frame_equal(rows(tmp_path), first)
+    assert [path.name for path in directory.glob("segments/*")] == ["import-000003"]
+
+
+def test_an_import_whose_rows_are_damaged_stays(bring, capsys, tmp_path, logs):
+    for seed, name in enumerate(("a", "b")):
+        write(logs / f"{name}.pt", tensor(seed))
+    assert bring() == 0
+    before = only_run(tmp_path)
+    (file,) = before.directory.glob("segments/*/tensor.parquet")
+    file.write_bytes(with_column(file.read_bytes(), "nans", 9))
+    damaged = file.read_bytes()
+    capsys.readouterr()
+    assert bring() == 0 and file.read_bytes() == damaged
+    assert f"{before.run_id} is kept" in capsys.readouterr().out
+    new = list_runs(tmp_path / "runs")[0][-1]
+    assert new.run_id != before.run_id and new.status.tensors == 2
+    assert all(before.run_id in line for line in verify(tmp_path / "runs").damaged)
 
 
 def test_a_file_that_changed_is_imported_anew(bring, tmp_path, logs):
-    for seed, name in enumerate(("a", "b", "c")):
+    for seed, name in enumerate(("a", "b")):
         write(logs / f"{name}.pt", tensor(seed))
     assert bring() == 0
     first = rows(tmp_path).set_index("tensor_name")
     x = tensor(9, 5, 5)
     write(logs / "b.pt", x)
-    (logs / "c.pt").unlink()
     assert bring() == 0
     again = rows(tmp_path).set_index("tensor_name")
-    assert sorted(again.index) == ["a", "b", "c"]  # what is gone keeps its statistics
     assert again.loc["b", "rms"] == summarize(x).rms != first.loc["b", "rms"]
     assert again.loc["a", "tensor_id"] == first.loc["a", "tensor_id"]
     with Catalog.open(tmp_path / "runs") as catalog:
         assert catalog.distribution()["count"].sum() == again["numel"].sum()
         assert torch.equal(catalog.load(again.loc["b", "tensor_id"]), x)
-        with pytest.raises(TensorFileError, match="missing"):
-            catalog.load(again.loc["c", "tensor_id"])
+
+
+@pytest.mark.parametrize("how", ["deleted", "damaged"])
+def test_the_statistics_of_a_file_that_is_gone_are_kept(bring, capsys, tmp_path, logs, how):
+    for seed, name in enumerate(("a", "b")):
+        write(logs / f"{name}.pt", tensor(seed))
+    assert bring() == 0
+    before, table = only_run(tmp_path), rows(tmp_path)
+    (logs / "b.pt").unlink() if how == "deleted" else (logs / "b.pt").write_bytes(b"not a tensor")
+    capsys.readouterr()
+    for _ in range(2):  # the second time it replaces the one without that file
+        assert bring() == 0
+        assert f"{before.run_id} is kept: it has files that cannot be read any more" in capsys.readouterr().out
+        runs, _ = list_runs(tmp_path / "runs")
+        assert [(run.status.state, run.status.tensors) for run in runs] == [(DONE, 2), (DONE, 1)]
+    both = rows(tmp_path)
+    pd.testing.assert_frame_equal(both[both["run_id"] == before.run_id].reset_index(drop=True), table)
+    assert both[both["run_id"] != before.run_id]["tensor_name"].tolist() == ["a"]
 
 
 def overwrite(path: Path, x: torch.Tensor, how: str) -> None:
@@ -443,8 +493,8 @@ def test_a_file_that_is_overwritten_is_noticed(bring, command, capsys, tmp_path,
 
 
 @pytest.mark.thorough
-def test_an_id_never_stands_for_another_tensor(bring, tmp_path, logs):
-    """Whatever is added, overwritten, deleted and touched between the imports."""
+def test_an_id_never_stands_for_another_tensor(bring, capsys, tmp_path, logs):
+    """Whatever is added, overwritten, deleted and touched between the imports: also in the runs that are kept."""
     chance, meant = random.Random(0), {}
     for seed in range(60):
         path = logs / f"{chance.choice('abcde')}.pt"
@@ -458,22 +508,23 @@ def test_an_id_never_stands_for_another_tensor(bring, tmp_path, logs):
             case "touch" if path.exists():
                 path.touch()
         if seed % 3 == 2:
-            assert bring() in (0, 1)
+            status, out = bring(), capsys.readouterr().out
+            assert status in (0, 1)
             table = rows(tmp_path)
             for _, row in table.iterrows():
                 file = Path(row["path"])
                 known = {"path": file, "sha256": row["sha256"], "rms": row["rms"]}
-                assert meant.setdefault(row["tensor_id"], known) == known
-                if file.exists():
-                    assert row["rms"] == summarize(torch.load(file)).rms
+                assert meant.setdefault(row["tensor_id"].rpartition("/")[2], known) == known
+            if found := re.search(r"(\S+): [0-9]+ tensors of", out):
+                written = table[table["run_id"] == found[1]]
+                assert all(row["rms"] == summarize(torch.load(row["path"])).rms for _, row in written.iterrows())
             contents = [(known["path"], known["sha256"]) for known in meant.values()]
-            now = set(zip(map(Path, table["path"]), table["sha256"], strict=True))
-            assert all(contents.count(content) == 1 for content in now), "an unchanged file has two ids"
+            assert len(contents) == len({*contents}), "an unchanged file has two ids"
     assert len(meant) > 20
 
 
-# A segment comes to be between these calls of functions of os.
-MOMENTS = ("rename-1", "rename-3", "fsync-12", "replace-9")
+# The run and its segment come to be between these calls of functions of os.
+MOMENTS = ("rename-1", "rename-2", "fsync-6", "replace-9", "replace-12")
 
 
 @pytest.fixture(scope="module")
@@ -485,7 +536,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write(place / "logs" / f"x{seed:02d}.pt", tensor(seed, 4, 9))
 
     def attempt(moment: str) -> int:
-        importer.ROWS_A_SEGMENT = 4
+        importer.ROWS = 4
         workers.prepare = lambda module: None
         importer.scatter = read_here
         call, left = moment.split("-")
@@ -503,7 +554,7 @@ def test_an_import_that_was_killed_goes_on(bring, command, killed, moment):
     place = killed / moment
     runs, _ = list_runs(place / "runs")
     before = rows(place) if runs else pd.DataFrame(columns=["tensor_id", "tensor_name"])
-    assert [run.status.state for run in runs] in ([], ["crashed"]) and len(before) < 18
+    assert [run.status.state for run in runs] in ([], ["crashed"]) and len(before) in (0, 18)
     usual = ("--scores", "", "--workers", "1", "--tensor-save-dir", str(place / "runs"))
     assert command("import", str(killed / "logs"), *usual) == 0
     table = rows(place)
@@ -514,35 +565,39 @@ def test_an_import_that_was_killed_goes_on(bring, command, killed, moment):
     }
 
 
-# After ten rows it does nothing until it is interrupted.
+# After ten files it does nothing until it is interrupted.
 PAUSED = """
 import itertools, signal, sys
+from pathlib import Path
 from binade.cli import main
 from binade.collector.imports import importer
-importer.ROWS_A_SEGMENT = 2
-taken = importer._Import._take
-rows = itertools.count()
+importer.ROWS = 2
+add = importer._Read.add
+files = itertools.count()
 def paused(self, *arguments):
-    if next(rows) == 10:
+    if next(files) == 10:
+        Path(sys.argv[2], "paused").touch()
         signal.pause()
-    taken(self, *arguments)
-importer._Import._take = paused
+    add(self, *arguments)
+importer._Read.add = paused
 sys.exit(main(["import", sys.argv[1], "--scores", "", "--workers", "2", "--tensor-save-dir", sys.argv[2]]))
 """
 
 
 @pytest.mark.thorough
-def test_ctrl_c_keeps_what_was_imported(bring, tmp_path, logs):
-    for seed in range(40):
+def test_ctrl_c_leaves_the_import_before(bring, tmp_path, logs):
+    write(logs / "x00.pt", tensor(0, 4, 9))
+    assert bring() == 0
+    kept = rows(tmp_path)
+    for seed in range(1, 40):
         write(logs / f"x{seed:02d}.pt", tensor(seed, 4, 9))
     with start_python("-c", PAUSED, logs, tmp_path / "runs", start_new_session=True) as running:
-        until(lambda: list((tmp_path / "runs").glob("2*/segments/rank*")), "a segment")
+        until((tmp_path / "runs" / "paused").exists, "ten files")
         os.killpg(running.pid, signal.SIGINT)  # the terminal tells everyone
         err = ended(running).stderr
-    assert running.returncode == 130 and err == "binade: cancelled; what was recorded is kept\n", err
-    assert only_run(tmp_path).status.state == CANCELLED
-    kept = rows(tmp_path)
-    assert 0 < len(kept) == only_run(tmp_path).status.tensors < 40
+    assert running.returncode == 130 and err == "binade: cancelled; what was imported before is kept\n", err
+    assert only_run(tmp_path).status.state == DONE
+    pd.testing.assert_frame_equal(rows(tmp_path), kept)
     assert bring() == 0
     table = rows(tmp_path)
     assert len(table) == 40 and set(kept["tensor_id"]) < set(table["tensor_id"]) and table["path"].is_unique
@@ -626,7 +681,13 @@ def test_a_directory_of_which_all_is_refused_is_exit_1(bring, capsys, tmp_path, 
     assert bring() == 1
     out, err = capsys.readouterr()
     assert err.startswith("binade: every file of") and err.count("\n") == 1 and "a.pkl: a pickle" in out
-    assert only_run(tmp_path).status.state == FAILED and set(refusals(tmp_path)) == {"a.pkl", "b.pt"}
+    assert "b.pt: it is empty" in out and list_runs(tmp_path / "runs") == ([], [])
+    write(logs / "c.pt", tensor(0))
+    assert bring() == 0
+    before = rows(tmp_path)
+    (logs / "c.pt").unlink()
+    assert bring() == 1  # and what was imported before stays
+    pd.testing.assert_frame_equal(rows(tmp_path), before)
 
 
 def test_an_empty_directory_is_exit_0(bring, capsys, tmp_path):

@@ -14,10 +14,8 @@ from safetensors.torch import save_file
 from binade.collector.imports import importer
 from binade.data.catalog import Catalog
 from binade.data.columns import Identity
-from binade.data.runs import list_runs
 from tests.collector.logs_made import read_here, tensor
 from tests.collector.statistics_made import ms_tensor
-from tests.data.builder import with_column
 
 Import = Callable[..., pd.DataFrame]
 IDENTITY = [*Identity.__annotations__]
@@ -71,7 +69,7 @@ def test_two_towers_of_msprobe(imported: Import, tmp_path: Path):
 
 
 def test_towers_in_files_of_their_own(imported: Import, tmp_path: Path):
-    """The second file is added later: what was imported is renamed, with its ids, values and statistics."""
+    """The second file is added later: the tensors of the first one are renamed, with their ids and statistics."""
     folder = tmp_path / "in"
     folder.mkdir()
     vision = {"visual.blocks.0.mlp.fc1.weight": tensor(0), "visual.norm.weight": tensor(1, 8)}
@@ -90,20 +88,6 @@ def test_towers_in_files_of_their_own(imported: Import, tmp_path: Path):
     with Catalog.open(tmp_path / "runs") as catalog:
         assert torch.equal(catalog.load(table.loc[first, "tensor_id"]), tensor(0))
         assert catalog.distribution()["count"].sum() == table["numel"].sum()
-
-
-def test_a_segment_that_was_changed_is_not_renamed(imported: Import, tmp_path: Path, capsys):
-    folder = tmp_path / "in"
-    folder.mkdir()
-    save_file({"visual.blocks.0.mlp.fc1.weight": tensor(0)}, folder / "a.safetensors")
-    imported()
-    ((run,), _) = list_runs(tmp_path / "runs")
-    (file,) = run.directory.glob("segments/*/tensor.parquet")
-    file.write_bytes(with_column(file.read_bytes(), "nans", 9))
-    damaged = file.read_bytes()
-    save_file({"language_model.layers.0.mlp.fc1.weight": tensor(2)}, folder / "b.safetensors")
-    imported(1)
-    assert file.read_bytes() == damaged and "tensor.parquet has " in capsys.readouterr().err
 
 
 def test_calls_are_micro_batches_if_all_modules_have_as_many(imported: Import, tmp_path: Path):

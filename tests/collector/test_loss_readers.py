@@ -574,7 +574,7 @@ def test_losses_and_tensors_of_a_folder_are_both_imported(command, capsys, tmp_p
     assert "1 tensors of 1 files" in capsys.readouterr().out and len(list_runs(tmp_path / "runs")[0]) == 1
     assert command("import", str(tmp_path / "out")) == 0
     out = capsys.readouterr().out
-    assert "4 losses (loss)" in out and "1 files already known" in out and "refused" not in out
+    assert "4 losses (loss)" in out and "1 tensors of 1 files" in out and "refused" not in out
     assert len(list_runs(tmp_path / "runs")[0]) == 2
 
 

@@ -153,7 +153,7 @@ def test_the_user_says_what_tensors_are(imported: Import, tmp_path: Path, capsys
         "linear",
     ]
     assert list(again["tensor_id"]) == list(table["tensor_id"])  # their values are the same
-    pd.testing.assert_frame_equal(imported(), again)
+    pd.testing.assert_frame_equal(imported(), table)
     (tmp_path / "in/calibration.pt").unlink()
     save(tmp_path / "in/stats.pt", {QUERY: X[0]})
     imported(status=1)

@@ -22,8 +22,7 @@ from binade.data.difference import difference
 from binade.data.intake import Intake
 from binade.data.merge import merge_segments
 from binade.data.runs import fingerprint, read_run, run_directories
-from binade.data.segment import MANIFEST, TABLES, Replaced, SegmentError, manifest, read_manifest
-from binade.data.store import sha256
+from binade.data.segment import FORMER, MANIFEST, OPTIONAL, TABLES, Replaced, SegmentError, manifest, read_manifest
 from binade.data.verify import verify
 from tests.conftest import PROJECT
 from tests.data.builder import assorted, make_run
@@ -148,9 +147,34 @@ def test_segments_that_are_damaged_or_of_another_version_stay(root):
     with pytest.raises(SegmentError, match=r"rank00-000003/tensor.parquet has \d+ bytes"):
         merge_all(root)
     (name / "manifest.json").write_bytes(manifest(written.run_id, name.name, {f: name / f for f in written.files}))
-    with pytest.raises(ValueError, match="Schema"):
+    with pytest.raises(ValueError, match="has a column 'later', which this version does not know"):
         merge_all(root)
     assert segments(root) == [4, 4]
+
+
+def test_columns_that_earlier_versions_did_not_have_are_null(root):
+    """As when a run was resumed after an update."""
+    name = next(root.glob("*first*/segments/rank00-000003"))
+    written = read_manifest(name, None)
+    for stem in ("tensor", "score"):
+        table = pq.read_table(name / f"{stem}.parquet")
+        missing = sorted(OPTIONAL & {*table.column_names})
+        assert missing and all(table[column].null_count == len(table) for column in missing)
+        table = table.drop_columns(missing)
+        if stem == "score":  # which they had
+            table = table.append_column(next(iter(FORMER)), pa.nulls(len(table), next(iter(FORMER.values()))))
+        pq.write_table(table, name / f"{stem}.parquet")
+    (name / MANIFEST).write_bytes(manifest(written.run_id, name.name, {f: name / f for f in written.files}))
+    prints = [fingerprint(run) for run in run_directories(root)]
+    with Catalog.open(root) as catalog:
+        columns = "SELECT * EXCLUDE (run_id, key, sketch_start, sketch_stop) FROM tensor ORDER BY tensor_id"
+        before, totals = catalog.ask(columns), catalog.totals()
+        merge_all(root)
+    assert segments(root) == [1, 1] and [fingerprint(run) for run in run_directories(root)] == prints
+    (root / "index.duckdb").unlink()
+    with Catalog.open(root) as catalog:
+        assert catalog.totals() == totals and not catalog.refused
+        pd.testing.assert_frame_equal(catalog.ask(columns), before)
 
 
 def test_a_run_that_an_earlier_version_merged_twice(root, monkeypatch):
@@ -162,7 +186,7 @@ def test_a_run_that_an_earlier_version_merged_twice(root, monkeypatch):
     merge_all(root)
     for segment in root.glob("*/segments/merged-000005"):
         written = read_manifest(segment, None)
-        replaces = {segment.name: Replaced(sha256(segment / MANIFEST), segment.stat().st_mtime_ns)}
+        replaces = {segment.name: Replaced.of(segment)}
         again = shutil.copytree(segment, segment.with_name("merged-000006"))
         files = {file: again / file for file in written.files}
         (again / MANIFEST).write_bytes(manifest(written.run_id, again.name, files, replaces, written.digests))

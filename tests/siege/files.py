@@ -139,7 +139,7 @@ def command(root: Path, *arguments: str) -> tuple[int, str, str]:
 
 # Parts of pages that are laid out differently.
 PARTS = (
-    ("map", "map"), ("tensor", "why"), ("explore", "explore"), ("runs", "recipes"), ("runs", "parity"),
+    ("map", "map"), ("tensor", "why"), ("explore", "explore"), ("runs", "recipes"), ("runs", "cost"),
     ("runs", "table"), ("runs", "jobs"), ("runs", "collect"), ("notebook", "sessions"),
 )  # fmt: skip
 

@@ -250,6 +250,41 @@ def test_importing_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         shutil.rmtree(root)
 
 
+def test_importing_logs_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Whenever it is killed, the run has all rows of the import before, or all of the new one."""
+    logs, root = tmp_path / "logs", tmp_path / "root"
+    logs.mkdir()
+    monkeypatch.setattr(importer, "scatter", read_here)
+
+    def bring() -> None:
+        importer.import_logs(logs, root, say=lambda line: None)
+
+    def found() -> set[str]:
+        with Catalog.open(root) as catalog:
+            assert catalog.refused == []
+            return {*catalog.tensors()["tensor_id"]}
+
+    for name in ("a", "b"):
+        torch.save(torch.randn(4, 8), logs / f"{name}.pt")
+    bring()
+    before = found()
+    shutil.copytree(root, tmp_path / "before")
+    for name in ("b", "c"):
+        torch.save(torch.randn(4, 8), logs / f"{name}.pt")
+    seen = set()
+    for _ in steps(bring, every=3):
+        rows = found()
+        seen.add(frozenset(rows))
+        bring()
+        after = found()
+        assert len(after) == 3 and len(after & before) == 1 and rows in (before, after)
+        check_nothing_is_left(root)
+        assert len([*root.glob("*/segments/*")]) == len(list_runs(root)[0]) == 1
+        shutil.rmtree(root)
+        shutil.copytree(tmp_path / "before", root)
+    assert len(seen) == 2
+
+
 def test_what_is_being_written_or_deleted_stays(tmp_path: Path):
     """By this machine while it is locked; by another one until it is a day old, since its lock may not be seen."""
     with staging_directory(tmp_path / "mine") as mine:

@@ -26,7 +26,6 @@ from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import RecipeError
 from binade.data.events import Event, EventKind, append_event, read_events
 from binade.data.runs import RunNotes, RunWriter, change_notes, lines_of, list_runs, read_notes, read_run
-from binade.data.store import staged_directory, write_atomic
 from tests.siege.attack import Attempt, attack
 from tests.siege.files import LINE
 from tests.siege.kills import leftovers
@@ -145,17 +144,6 @@ def _recipes(place: Path, turns: int) -> None:
         assert len([*place.glob(f"{kind} *")]) == turns
 
 
-def _segment(place: Path, who: int, turn: int) -> None:
-    with staged_directory(place / "segment", replace=True) as part:
-        write_atomic(part / "a", bytes([who]) * 10_000)
-        write_atomic(part / "b", bytes([who]) * 10_000)
-
-
-def _whole(place: Path, turns: int) -> None:
-    first, second = (place / "segment" / name for name in "ab")
-    assert first.read_bytes() == second.read_bytes() and len(first.read_bytes()) == 10_000
-
-
 def _report(place: Path, who: int, turn: int) -> None:
     """Each report has files of its own, and an index that belongs to them."""
     made = place / f"made{who}"
@@ -195,7 +183,6 @@ WRITERS = {
     ),
     "queue": Writer(lambda place: add_line(place, LINE), _job, lambda place: queue.find(place, 1), _jobs),
     "recipe": Writer(_nothing, _recipe, _nothing, _recipes),
-    "directory": Writer(_nothing, _segment, _nothing, _whole),
     "report": Writer(_nothing, _report, _nothing, _reported),
 }
 

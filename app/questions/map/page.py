@@ -120,7 +120,7 @@ def _show(opened: Catalog, view: View, reading: Reading) -> Scope | None:
     if result.open:
         address.go(view.at("tensor", **map_.operand_of(str(result.open))))
     if result.advise:
-        address.go(view.at("map", "advise"))
+        address.go(view.at("runs", "cost"))
     if result.explore:
         address.go(view.at("explore", format=reading.values["format"], delta=BEYOND))
     if cell is not None and result.compare:

@@ -14,8 +14,8 @@ from binade.app.budget import BudgetError
 from binade.app.control import Control
 from binade.app.figure import Column, Drawn, Figure, Table, Text, source
 from binade.app.formatting import evenly
+from binade.app.measures.effect import PARITY, parity_of
 from binade.app.measures.map_measure import ITERATION, LAYER, CellQuery, MapMeasure
-from binade.app.measures.parity_change import PARITY, parity_of
 from binade.app.measures.registry import MAP_MEASURES
 from binade.app.measures.values import ERRORS, computed
 from binade.app.params import AnyText, One, in_format

@@ -180,8 +180,8 @@ def _beyond(opened: Catalog, where: Filter, run_ids: Collection[str]) -> set[str
 def _known(table: pd.DataFrame) -> dict[str, Column]:
     """The columns of recipes that say something."""
     known = {name: column for name, column in RECIPES_SHOWN.items() if table[name].notna().any()}
-    alone = ("first_interval", "added_interval") if table["gap_interval"].eq(NO_INTERVAL).all() else ()  # said once
-    return {name: column for name, column in known.items() if name not in alone}
+    said_once = ("added_interval",) if table["gap_interval"].eq(NO_INTERVAL).all() else ()
+    return {name: column for name, column in known.items() if name not in said_once}
 
 
 def cost(opened: Catalog, where: Filter, table: pd.DataFrame, base: str = BF16) -> Drawn:

@@ -241,7 +241,7 @@ def test_a_trainer_that_resumes_is_compared(tmp_path):
         gaps = loss_gaps(table, losses_of(catalog, table["run_id"].tolist()))
     own = gaps[gaps["run_id"] == resumed.run_id]
     expected = [line["loss"] - other["loss"] for line, other in zip(lines, whole[2:], strict=True)]
-    assert own["gap"].tolist() == expected and not own["equal"].any()
+    assert own["gap"].tolist() == expected
     (section,) = compared(tmp_path / "runs")
     found = section.compared.costs.set_index("run_id")["gap"]
     assert found[resumed.run_id] == pytest.approx(sum(expected) / 2)

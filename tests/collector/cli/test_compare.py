@@ -21,6 +21,7 @@ from markdown_it import MarkdownIt
 from binade.app.view import View
 from binade.cli import main
 from binade.data.catalog import Catalog
+from binade.data.rounding_alone import RoundingAlone
 from binade.data.runs import CRASHED, DONE, FAILED, RUNNING, RunWriter
 from binade.quant import fake_quantize
 from tests.compared import compared, gaps_of
@@ -105,8 +106,9 @@ class TestRealRuns:
             assert [record["iteration"] for record in own] == [-2, -1, 0, 1]
             first, last = (own[i]["loss"] - bf16[i]["loss"] for i in (2, 3))
             assert row["run_id"] == runs[recipe].name and row["seeds"] == "1"
-            figures = [float(row[name]) for name in ("gap", "first", "added")]
-            assert figures == pytest.approx([(first + last) / 2, first, last - first], rel=1e-9)
+            figures = [float(row[name]) for name in ("gap", "added")]
+            assert figures == pytest.approx([(first + last) / 2, last - first], rel=1e-9)
+            assert float(row["alone"]) == pytest.approx(first, abs=1e-6)
             assert row["gap_low"] == row["gap_high"] == row["left"] == ""
 
     def test_gradient_errors_are_those_of_the_raw_tensors(self, copy):
@@ -222,11 +224,12 @@ class TestSections:
         gaps = np.random.default_rng(0).normal(0.1, 0.02, (4, 3))  # [seeds, iterations]
         for seed, own in enumerate(gaps):
             made("bf16", [5.0 + seed] * 3, seed=seed)
-            made("mxfp4", (5.0 + seed + own).tolist(), seed=seed)
+            alone = RoundingAlone(0, 5.0 + seed, own[0], 0.5, 8)
+            made("mxfp4", (5.0 + seed + own).tolist(), seed=seed, **alone.fact())
         (section,) = compared(tmp_path / "runs")
         assert section.compared
         (row,) = section.compared.recipe_table.to_dict("records")
-        parts = {"gap": gaps.mean(1), "first": gaps[:, 0], "added": gaps[:, -1] - gaps[:, 0]}
+        parts = {"gap": gaps.mean(1), "alone": gaps[:, 0], "added": gaps[:, -1] - gaps[:, 0]}
         for name, values in parts.items():
             low, high = scipy.stats.t.interval(0.95, 3, values.mean(), scipy.stats.sem(values))
             figures = [row[name], row[f"{name}_low"], row[f"{name}_high"]]

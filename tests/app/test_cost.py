@@ -1,4 +1,5 @@
-"""Runs › Parity and its colors on the Map, against numpy and scipy on log-probabilities made here."""
+"""Runs › Cost and its colors on the Map, against numpy and scipy on losses and log-probabilities made here; what it
+queues, and the advice that follows."""
 
 from __future__ import annotations
 
@@ -11,22 +12,26 @@ import pytest
 import torch.nn.functional as F
 from scipy import stats
 
+from binade.app.questions.cost.compute import titles
+from binade.app.questions.cost.question import COST, NOTHING
 from binade.app.questions.map.question import MAP
-from binade.app.questions.parity.compute import titles
-from binade.app.questions.parity.question import NOTHING, PARITY
 from binade.app.view import View
-from binade.collector import Recorder, instrument
+from binade.collector import Recorder, instrument, jobs
+from binade.collector.jobs import store
+from binade.collector.recipes.files import read_recipe
 from binade.data.catalog import Catalog
-from binade.data.experiment import experiment_files
+from binade.data.experiment import EffectGroup, experiment_files
 from binade.data.parity import Policies, joined
 from binade.data.parity_results import ALL, GroupGap, Parity, ParityStep, read_parity
-from binade.data.parity_values import published_values
 from binade.data.routing import RoutedLayer, Routing
-from binade.data.runs import RunError, first_step, list_runs
+from binade.data.runs import DONE, RunError, RunWriter, first_step, list_runs
 from binade.data.verify import verify
+from tests.app import roots
 from tests.app.planted import drawn
+from tests.app.test_pages import Visit, rerun, words
 from tests.collector.small_model import batch, build
-from tests.data.experiments import save_parity
+from tests.collector.test_jobs import end_all
+from tests.data.experiments import Effect, append_effect, save_parity
 
 SEQUENCES, TOKENS = 6, 50
 
@@ -81,7 +86,7 @@ def test_what_is_kept_is_what_was_measured(tmp_path: Path):
         read_parity(tmp_path / run_id)
     with Catalog.open(tmp_path) as catalog:
         assert any("results" in line and run_id in line for line in catalog.refused)
-        assert "CRC-32" in drawn(PARITY, catalog, parity=run_id).problems[0]
+        assert "CRC-32" in drawn(COST, catalog, measured=run_id).problems[0]
     assert [line for line in verify(tmp_path).damaged if run_id in line and "CRC-32" in line]
 
 
@@ -89,46 +94,39 @@ def test_groups_are_ranked_with_their_intervals(tmp_path: Path):
     result = of_recipes()
     saved(tmp_path, result)
     with Catalog.open(tmp_path) as catalog:
-        shown = drawn(PARITY, catalog)
-    table = shown.get("parity_groups").table
+        shown = drawn(COST, catalog)
+    table = shown.get("cost").table
     assert table["group"].tolist() == ["all", "layer2 fc1 linear", "layer1 fc1 linear"]
     assert shown.scope.counts[0] == (SEQUENCES, "sequence") and shown.scope.runs == shown.scope.of_runs == 1
     for row, gap in zip(table.to_dict("records"), result.gaps, strict=True):
         low, high = stats.t.interval(0.95, SEQUENCES - 1, np.mean(gap.changes), stats.sem(gap.changes))
         assert (row["change"], row["low"], row["high"]) == pytest.approx((np.mean(gap.changes), low, high))
         assert row["divergence"] == pytest.approx(row["change"] / 10)
-    assert "The largest change of log-probabilities is that of layer2 fc1 linear" in shown.verdict
-    assert "KL(R‖T)" in shown.verdict and not shown.problems and shown.get("parity_steps") is None
+    assert "The largest |Δ log-probability| in mxfp4 against bf16 is that of layer2 fc1 linear" in shown.verdict
+    assert "KL(R‖T)" in shown.verdict and not shown.problems and shown.get("cost_steps") is None
 
 
-def test_published_values_are_next_to_the_quantities(tmp_path: Path):
+def test_the_quantities_of_tokens_are_in_a_table(tmp_path: Path):
     result = of_recipes()
     saved(tmp_path, result)
     with Catalog.open(tmp_path) as catalog:
-        shown = drawn(PARITY, catalog)
+        shown = drawn(COST, catalog)
     values = {value.name: value for value in result.steps[0].values}
-    table = shown.tables["parity_quantities"].set_index("name")
+    table = shown.tables["quantities"].set_index("name")
     assert set(table.index) == set(values)
-    assert "0.003 nats" in table.loc["k3", "published"] and table.loc["pearson", "published"] == ""
     assert float(table.loc["abs_logprob", "over_tokens"]) == pytest.approx(values["abs_logprob"].over_tokens, rel=1e-2)
-    against = shown.get("parity_published").table
-    own = against[against["kind"] == "here"].set_index("quantity")["value"]
-    assert own["KL(R‖T), k3"] == values["k3"].over_tokens
-    limits = against[(against["quantity"] == "KL(R‖T), k3") & (against["kind"] == "limit")]["value"]
-    assert set(limits) == {each.value for each in published_values() if each.quantity == "k3" and each.is_limit}
-    assert (against["value"] > 0).all() and against["source"].all()
 
 
 def test_dumps_have_a_chart_by_step(tmp_path: Path):
     result = of_dumps()
     saved(tmp_path, result)
     with Catalog.open(tmp_path) as catalog:
-        shown = drawn(PARITY, catalog, quantity="abs_prob")
-    steps = shown.get("parity_steps")
+        shown = drawn(COST, catalog, quantity="abs_prob")
+    steps = shown.get("cost_steps")
     assert steps.table["step"].tolist() == ["10", "11", "12"] and "probability" in steps.title
     expected = [next(each.over_tokens for each in step.values if each.name == "abs_prob") for step in result.steps[1:]]
     assert steps.table["value"].tolist() == expected
-    assert shown.get("parity_groups") is None and "NeMo-RL" in steps.caption
+    assert shown.get("cost") is None and "NeMo-RL" in steps.caption
 
 
 def test_several_measurements_can_be_chosen(tmp_path: Path):
@@ -138,12 +136,12 @@ def test_several_measurements_can_be_chosen(tmp_path: Path):
         assert titles(catalog) == {
             second: f"dumps of NeMo-RL · {second}", first: f"mxfp4 against bf16 · {first}",
         }  # fmt: skip
-        assert drawn(PARITY, catalog, parity=first).get("parity_groups")
-        assert drawn(PARITY, catalog, parity=second).get("parity_steps")
-        assert "parity" in View("runs", {"view": ["parity"], "parity": ["none"]}).read(catalog).problems[0]
+        assert drawn(COST, catalog, measured=first).get("cost")
+        assert drawn(COST, catalog, measured=second).get("cost_steps")
+        assert "measured 'none'" in View("runs", {"view": ["parity"], "parity": ["none"]}).read(catalog).problems[0]
 
 
-def test_routing_has_a_chart_and_what_replayed_routes_change(tmp_path: Path):
+def test_routers_have_a_table_and_a_sentence_says_what_replayed_routes_change(tmp_path: Path):
     random, whole = np.random.default_rng(0), of_recipes()
     layers = tuple(
         RoutedLayer(layer, "router", 16, 2, tuple(random.integers(0, 15, SEQUENCES) / TOKENS), (0.9,) * SEQUENCES,
@@ -154,16 +152,11 @@ def test_routing_has_a_chart_and_what_replayed_routes_change(tmp_path: Path):
     routed = Routing(layers, tuple(random.uniform(0.2, 0.4, SEQUENCES)), changes, changes, ("layer4.router",))
     saved(tmp_path, replace(whole, routing=routed))
     with Catalog.open(tmp_path) as catalog:
-        shown = drawn(PARITY, catalog)
-    table = shown.get("parity_routing").table
+        shown = drawn(COST, catalog)
+    table = shown.tables["routers"]
     for row, layer in zip(table.to_dict("records"), layers, strict=True):
         low, high = stats.t.interval(0.95, SEQUENCES - 1, np.mean(layer.flips), stats.sem(layer.flips))
         assert (row["flips"], row["low"], row["high"]) == pytest.approx((np.mean(layer.flips), low, high))
-    replayed = shown.tables["parity_replay"]
-    own = np.array(whole.gaps[0].changes)
-    assert replayed["disappears"][0] == pytest.approx(1 - np.mean(changes) / own.mean())
-    difference = stats.ttest_1samp(np.array(changes) - own, 0).confidence_interval(0.95)
-    assert f"{difference.low:.3g}".replace("-", "−") in replayed["difference"][0]
     assert "differ in at least one layer" in shown.verdict
     assert "Lower than the gap with own routes: the gap with the rollout’s routes in training" in shown.verdict
     assert any("layer4.router" in text for text in shown.sentences)
@@ -197,7 +190,108 @@ def test_the_map_colors_products_by_the_change_of_log_probabilities(tmp_path: Pa
         assert across == ("The change of log-probabilities is that of one set of weights, not shown by iteration.",)
 
 
-def test_a_root_without_parity_says_what_to_do(tmp_path: Path):
+def test_a_root_without_a_measurement_says_what_to_do(tmp_path: Path):
     tmp_path.mkdir(exist_ok=True)
     with Catalog.open(tmp_path) as catalog:
-        assert drawn(PARITY, catalog).problems == (NOTHING,)
+        assert drawn(COST, catalog).problems == (NOTHING,)
+
+
+def measured(root: Path, changes: dict[tuple[str, EffectGroup], np.ndarray]) -> str:
+    """A run of `binade measure` of these changes of the loss, in two batches."""
+    run = RunWriter.create(root, "measure", {"kind": "experiment", "model": "toy"})
+    for (fmt, group), values in changes.items():
+        for number, part in enumerate(np.split(values, 2)):
+            exact = tuple((5 + 0 * part).tolist())
+            append_effect(run.directory, Effect(number, fmt, *group, exact, tuple((5 + part).tolist())))
+    run.finish(DONE)
+    return run.run_id
+
+
+def changes_of(means: dict[EffectGroup, float], noise: float) -> dict[tuple[str, EffectGroup], np.ndarray]:
+    random = np.random.default_rng(0)
+    return {("mxfp4", group): mean + noise * random.standard_normal(8) for group, mean in means.items()}
+
+
+SITES = {EffectGroup("linear", layer, "fc1"): mean for layer, mean in ((1, 0.01), (2, 0.05), (3, 0.02))}
+
+
+@pytest.mark.parametrize("noise", [0.001, 1.0])
+def test_effects_are_scipys_and_nothing_within_the_noise_is_named(tmp_path: Path, noise: float):
+    changes = changes_of(SITES | {EffectGroup(): 0.1, EffectGroup("linear", 2): 0.06}, noise)
+    run_id = measured(tmp_path, changes)
+    with Catalog.open(tmp_path) as catalog:
+        shown = drawn(COST, catalog)
+        layers = drawn(COST, catalog, groups="layer").get("cost").table
+    table = shown.tables["cost"]
+    assert table["group"].iloc[0] == "all" and set(table["group"][1:]) == {str(group) for group in SITES}
+    assert layers["group"].tolist() == ["all", "layer2 linear"]
+    by_name = {str(group): values for (_, group), values in changes.items()}
+    for row in table.to_dict("records"):
+        low, high = stats.ttest_1samp(by_name[row["group"]], 0).confidence_interval(0.95)
+        found = [row["change"], row["low"], row["high"]]
+        assert found == pytest.approx([by_name[row["group"]].mean(), low, high], rel=1e-9, abs=1e-12)
+        assert row["sequences"] == 8
+    assert "3 groups in mxfp4, one at a time: " in shown.verdict
+    named = "The largest measured loss change in mxfp4 is that of layer2 fc1 linear" in shown.verdict
+    assert named == (noise < 0.1) and ("cannot be named: 8 sequences do not tell" in shown.verdict) != named
+    assert shown.scope.counts == ((8, "sequence"),) and run_id in shown.get("cost").caption
+
+
+@pytest.mark.slow
+def test_a_click_queues_the_measurement_that_is_shown(visit: Visit, collected: Path, tmp_path: Path):
+    root = roots.copy(collected, tmp_path / "runs")
+    at = visit(root, "cost")
+    at.text_input(key="cost_formats").set_value("mxfp4, no_format")
+    try:
+        at.button(key="cost_measure").click()
+        rerun(at)
+        assert "unknown recipe" in at.error[0].value and not store.read_jobs(root)
+        at.text_input(key="cost_formats").set_value("mxfp4")
+        at.button(key="cost_measure").click()
+        rerun(at)
+        assert not at.exception and any("The measurement is queued" in each.value for each in at.success)
+        (job,) = store.read_jobs(root)
+        assert job.measures and job.measures.by == "part,site" and job.measures.formats == ("mxfp4",)
+        assert any(f"binade {' '.join(job.arguments)} " in code.value for code in at.code)
+    finally:
+        for job in store.read_jobs(root):
+            if jobs.view_of(root, job).active:
+                jobs.cancel(root, job.id)
+        end_all(root)
+
+
+@pytest.mark.slow
+def test_the_advice_is_said_and_its_button_queues_the_runs(visit: Visit, measured_root: Path, tmp_path: Path):
+    root = roots.copy(measured_root, tmp_path / "runs")
+    at = visit(root, "cost")
+    at.selectbox(key="advise_budget").set_value(6.0)
+    rerun(at)
+    assert "nvfp4 alone" in words(at) and "measured loss changes add up to" in words(at)
+    at.text_input(key="advise_name").set_value("mine")
+    at.number_input(key="advise_seeds").set_value(2)
+    at.number_input(key="advise_iterations").set_value(2)
+    try:
+        next(button for button in at.button if button.label == "Verify").click()
+        rerun(at)
+        said = [success.value for success in at.success]
+        assert said == ["6 runs are queued. When they are done, Runs › Recipes compares them."]
+        saved_recipe = root / ".recipes" / "mine.toml"
+        recipe = read_recipe(saved_recipe, "mine")
+        sites = [recipe.linear, *(part for _, part in recipe.modules)]
+        assert {part.rounded_to(field) for part in sites for field in ("forward_a", "forward_b")} == {"nvfp4"}
+        queued = [(job.config.recipe, job.config.train_iters, job.tags) for job in store.read_jobs(root)]
+        assert queued == [(name, 2, ("advice mine",)) for name in ["bf16", "linear_nvfp4", str(saved_recipe)] * 2]
+        next(button for button in at.button if button.label == "Verify").click()
+        rerun(at)
+        assert len(at.error) == 1 and "exists" in at.error[0].value
+    finally:
+        for job in reversed(store.read_jobs(root)):
+            jobs.cancel(root, job.id)
+        end_all(root)
+
+
+@pytest.mark.slow
+def test_without_a_measurement_the_advice_says_how_to_make_one(visit: Visit, collected: Path):
+    at = visit(collected, "cost")
+    said = [info.value.replace("\\", "") for info in at.info]
+    assert any("No effect on the loss was measured for" in each and "--by part,site" in each for each in said), said

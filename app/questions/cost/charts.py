@@ -1,0 +1,44 @@
+"""Groups of products by what rounding them changes, and a quantity of parity by step."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from binade.app import plot, style
+from binade.app.figure import Chart
+from binade.data.evidence import Measure
+
+GROUPS = 30  # that are drawn
+
+
+def ranking(table: pd.DataFrame, measure: Measure, subtitle: str) -> Chart:
+    """Rows of `compute.table` as dots with their intervals, in the order of the table, a color for each treatment."""
+    shown = table.rename(columns={"group": "name", "treatment": "group"})
+    groups = shown["group"].unique().tolist()
+    shown = shown.assign(shift=shown["group"].map(groups.index).astype(float))
+    y = plot.names("name", shown["name"].unique())
+    below = plot.shift("shift", -0.75, len(groups) - 0.25)
+    x = plot.x("change", measure.axis, {"tickCount": 5})
+    tips = plot.tips(name="group", group="rounded to", text=measure.title, divergence=("KL divergence (nats)", ".3g"))
+    points = plot.mark(
+        "point", shown, x=x, y=y, size=60, opacity=1, filled=True,
+        color=style.color(groups, "format", shown=len(groups) > 1), tips=tips, yOffset=below,
+    )  # fmt: skip
+    spans = plot.intervals(shown, "low", "high", y=y, yOffset=below)
+    return plot.layers(f"{measure.title} by group", subtitle, plot.rule(x=0), spans, points)
+
+
+def ranking_height(table: pd.DataFrame) -> int:
+    return 130 + max(22, 10 * table["treatment"].nunique() + 4) * table["group"].nunique()
+
+
+def steps(table: pd.DataFrame, measure: Measure, subtitle: str) -> Chart:
+    """A quantity by step, and its median over steps."""
+    shown = table.assign(value=table["value"] * measure.factor)
+    axis = {"values": shown["place"].tolist()[:: -(-len(shown) // 10)], "format": "d"}
+    lines = plot.mark(
+        "line", shown, point=30, color=style.PALETTE[0], y=plot.y("value", measure.axis, zero=False),
+        x=plot.x("place", "step, in the order of the dumps", axis, nice=False, padding=16),
+        tips=plot.tips(step="step", text=measure.axis, tokens=("tokens", ",")),
+    )  # fmt: skip
+    return plot.layers(f"{measure.title} by step", subtitle, plot.rule(y=shown["value"].median()), lines)

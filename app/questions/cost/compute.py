@@ -1,0 +1,183 @@
+"""What was measured of the cost of rounding, as tables: the effects of `binade measure` on the loss, or the changes of
+log-probabilities of `binade parity`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import pandas as pd
+
+from binade.data import effects, evidence
+from binade.data.catalog import Catalog
+from binade.data.effects import measured_effects
+from binade.data.evidence import Estimate, Measure, Sentence
+from binade.data.experiment import EXPERIMENT, EffectGroup, read_results
+from binade.data.parity import MEASURES
+from binade.data.parity_results import CHANGE, Parity, ParityStep, read_parity
+from binade.data.routing import Routing
+from binade.data.runs import RunError
+from binade.data.text import number_text
+
+VALUES = ("over_tokens", "over_sequences", "median_of_tokens", "median_of_sequences")
+KINDS = ("site", "layer", "module", "part")  # of groups, the finest first
+WHOLE = "all"
+MOST_NAMED = 3  # treatments whose leader a sentence names
+
+
+class Cost(NamedTuple):
+    """What rounding a group of products changes, on the same weights and sequences.
+
+    treatment   what they are rounded to, or the two policies that are compared
+    group, name  the products, and with the operand if only one is rounded
+    changes     of each sequence, in nats
+    change, divergence  the means, with Student's interval over sequences; a divergence that is unknown is NaN
+    """
+
+    treatment: str
+    group: EffectGroup
+    name: str
+    changes: tuple[float, ...]
+    change: Estimate
+    divergence: Estimate
+
+    @property
+    def kind(self) -> str:
+        """One of KINDS, or WHOLE."""
+        part, layer, module = self.group
+        if layer is not None:
+            return "layer" if module is None else "site"
+        return "module" if module is not None else "part" if part else WHOLE
+
+
+@dataclass(frozen=True)
+class MeasuredCosts:
+    """A measurement of one model. measure: what a change is; parity: the result of `binade parity`, else None."""
+
+    run_id: str
+    measure: Measure
+    costs: tuple[Cost, ...]
+    parity: Parity | None = None
+
+    @property
+    def treatments(self) -> list[str]:
+        return list(dict.fromkeys(cost.treatment for cost in self.costs))
+
+    @property
+    def kinds(self) -> list[str]:
+        """The granularities that it has, the finest first."""
+        present = {cost.kind for cost in self.costs}
+        return [kind for kind in KINDS if kind in present]
+
+    def of_kind(self, kind: str) -> list[Cost]:
+        return [cost for cost in self.costs if cost.kind == kind]
+
+    @property
+    def whole(self) -> list[Cost]:
+        """All that a treatment rounds, of each treatment that was measured so; else each part."""
+        return self.of_kind(WHOLE) or self.of_kind("part")
+
+
+def titles(opened: Catalog) -> dict[str, str]:
+    """What a list shows of each measurement, by its run, newest first."""
+    shown = {}
+    for run_id, text in opened.runs()[["run_id", "config"]].itertuples(index=False):
+        config = json.loads(text)
+        if config.get("kind") == EXPERIMENT:
+            of = str(config.get("compares") or "Loss")
+            shown[str(run_id)] = " · ".join(filter(None, (of, config.get("model"), str(run_id))))
+    return shown
+
+
+def measurement_of(opened: Catalog, run_id: str) -> MeasuredCosts | str:
+    """The measurement of a run, or why there is none."""
+    directory = opened.root / run_id
+    try:
+        if parity := read_parity(directory):
+            gaps = parity.gaps
+            costs = (Cost(parity.title, gap.group, gap.name, gap.changes, gap.change, gap.divergence) for gap in gaps)
+            return MeasuredCosts(run_id, CHANGE, tuple(costs), parity)
+        measured = measured_effects(read_results(directory))
+    except (RunError, OSError) as error:
+        return f"{run_id} cannot be shown: {error}."
+    if not measured:
+        return f"{run_id} has measured nothing yet."
+    each = (Cost(one.format, one.group, str(one.group), one.changes, one.change, one.divergence) for one in measured)
+    return MeasuredCosts(run_id, effects.CHANGE, tuple(each))
+
+
+def table(costs: Sequence[Cost]) -> pd.DataFrame:
+    """A row per cost: treatment, group, change, low, high (its 95% interval over sequences, NaN for one sequence),
+    divergence, text, sequences."""
+    rows = [
+        {"treatment": cost.treatment, "group": cost.name, "change": cost.change.value, "low": cost.change.low,
+         "high": cost.change.high, "divergence": cost.divergence.value, "text": str(cost.change),
+         "sequences": len(cost.changes)}
+        for cost in costs
+    ]  # fmt: skip
+    return pd.DataFrame(rows).replace([math.inf, -math.inf], math.nan)
+
+
+def verdict(measured: MeasuredCosts, kind: str) -> Sentence:
+    """What all costs together, the range over groups, and the largest, if sequences can tell it from the others."""
+    whole, what = measured.whole, measured.measure.inline
+    known = [(one.treatment if one.kind == WHOLE else f"{one.name} in {one.treatment}", one.change) for one in whole]
+    parts = [evidence.each_of(known, f"The {what} of all that is rounded")]
+    for treatment in measured.treatments[:MOST_NAMED]:
+        groups = [cost for cost in measured.of_kind(kind) if cost.treatment == treatment]
+        if len(groups) < 2:
+            continue
+        ordered = sorted((cost.change for cost in groups), key=lambda change: change.value)
+        ends = Sentence(f"{ordered[0].text} to {ordered[-1].text}", (ordered[0], ordered[-1]))
+        text = "{n} groups in {treatment}, one at a time: {ends}."
+        parts.append(evidence.say(text, n=len(groups), treatment=treatment, ends=ends))
+        alike = {len(cost.changes) for cost in groups}
+        if min(alike) > 1:
+            named = {cost.name: dict(enumerate(cost.changes)) for cost in groups}
+            parts.append(evidence.largest(named, measured.measure, f"The largest {what} in {treatment}", "sequences"))
+    if (more := len(measured.treatments) - MOST_NAMED) > 0:
+        parts.append(evidence.say("{n} more formats are in the table.", n=more))
+    return evidence.together(*parts)
+
+
+def quantities(step: ParityStep) -> pd.DataFrame:
+    """The quantities of all tokens: name, quantity, formula, and VALUES as text."""
+    rows = []
+    for quantity in step.values:
+        measure = MEASURES[quantity.name]
+        texts = {name: text_of(quantity.name, getattr(quantity, name)) for name in VALUES}
+        rows.append({"name": quantity.name, "quantity": measure.axis, "formula": measure.definition} | texts)
+    return pd.DataFrame(rows)
+
+
+def text_of(name: str, value: float | None) -> str:
+    """A value of a quantity as text, without the unit; "" if there is none."""
+    measure = MEASURES[name]
+    return "" if value is None else number_text(value * measure.factor, measure.format)
+
+
+def routing(routing: Routing) -> pd.DataFrame:
+    """The routers: router, experts, flips, low, high (its 95% interval over sequences), recall, reorders (shares),
+    margin, flipped_margin."""
+    rows = []
+    for layer in routing.layers:
+        flips, recall, reorders = layer.estimates()
+        rows.append(
+            {"router": layer.name, "experts": f"{layer.chosen} of {layer.experts}", "flips": flips.value,
+             "low": flips.low, "high": flips.high, "recall": recall.value, "reorders": reorders.value,
+             "margin": layer.margin, "flipped_margin": layer.flipped_margin}
+        )  # fmt: skip
+    return pd.DataFrame(rows).replace([math.inf, -math.inf], math.nan)
+
+
+def steps(parity: Parity, quantity: str) -> pd.DataFrame:
+    """A quantity by step, in the order of the dumps: place (from 1), step, value, text, tokens."""
+    rows = []
+    for place, step in enumerate(parity.steps[1:], 1):
+        value = next((entry.main for entry in step.values if entry.name == quantity), None)
+        rows.append((place, step.name, math.nan if value is None else value, text_of(quantity, value), step.tokens))
+    found = pd.DataFrame(rows, columns=["place", "step", "value", "text", "tokens"])
+    return found.replace([math.inf, -math.inf], math.nan)

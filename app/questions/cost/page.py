@@ -1,0 +1,152 @@
+"""The page Cost: its answer, a button that measures what is missing, and the recipe that follows from what was
+measured, which can be saved and tested."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from contextlib import suppress
+from functools import partial
+
+import streamlit as st
+
+from binade.app.address import link
+from binade.app.formatting import plain
+from binade.app.jobs import saved_recipes
+from binade.app.questions import layout
+from binade.app.questions.shared.runs import labels_of
+from binade.app.questions.shared.scope import Scope
+from binade.app.view import Reading, View
+from binade.collector import jobs
+from binade.collector.advice.advice import Advice, AdviceRequest, advise, queue_verification, verification
+from binade.collector.advice.costs import GROUPS, AdviceError, costs, operands_of
+from binade.collector.errors import ConfigError
+from binade.collector.recipes.files import to_toml
+from binade.collector.recipes.parse import parse_recipe
+from binade.collector.recipes.recipe import RecipeError
+from binade.collector.training.plan import Plan
+from binade.data.access import ReadOnlyError, read_only
+from binade.data.catalog import Catalog
+from binade.data.filter import Filter
+from binade.quant.formats import BF16
+from binade.quant.specs import SpecError
+
+FAILED = (AdviceError, ConfigError, RecipeError, SpecError, jobs.JobError, jobs.SubmissionError, ReadOnlyError, OSError)
+BUDGETS = (4.5, 5.0, 5.5, 6.0, 7.0, 8.0, 9.0, 10.0, 12.0, 14.0)
+BY = {"site": "Products", "layer": "Layers", "module": "Modules", "model": "The whole model"}
+PARTS = {"linear": "Linear layers", "all": "Linear layers and attention"}
+MOST_RUNS = 50  # that are offered, the newest ones
+
+
+def show(opened: Catalog, view: View, reading: Reading) -> Scope | None:
+    scope = layout.show(opened, view, reading)
+    trained = _trained(opened, reading.where)
+    if trained:
+        with st.expander("Measure", icon=":material/straighten:", expanded=not reading.values["measured"]):
+            _measure(opened, trained, view)
+        with st.expander("Advise formats", icon=":material/tune:"):
+            _advise(opened, list(trained), view)
+    return scope
+
+
+def _trained(opened: Catalog, where: Filter) -> dict[str, Plan]:
+    """The newest runs of the filter that `binade run` trained, by their names, those in bf16 first."""
+    runs = opened.runs()
+    runs = runs[runs["run_id"].isin(where.run_id)] if where.run_id else runs
+    runs = runs.sort_values("recipe", key=lambda recipes: recipes != BF16, kind="stable")
+    trained: dict[str, Plan] = {}
+    for run_id, config in runs.head(MOST_RUNS)[["run_id", "config"]].itertuples(index=False):
+        with suppress(ConfigError):
+            read = partial(jobs.trained_with, run_id, json.loads(config))
+            trained[run_id] = opened.kept(("trained with", run_id), read)
+    return trained
+
+
+def _measure(opened: Catalog, trained: dict[str, Plan], view: View) -> None:
+    """A button that queues a measurement."""
+    st.caption(
+        "Forward passes on the same weights and sequences, without rounding and with each group of products rounded "
+        "alone."
+    )
+    columns = st.columns([3, 3, 2, 1], vertical_alignment="bottom")
+    labels = labels_of(opened)
+    run_id = columns[0].selectbox("Run", list(trained), key="cost_run", format_func=lambda name: labels.get(name, name))
+    texts = columns[1].text_input("Formats or recipes", "mxfp4,nvfp4,mxfp8", key="cost_formats")
+    by = columns[2].multiselect("Groups", [*GROUPS, "part"], ["part", "site"], key="cost_by")
+    sequences = int(columns[3].number_input("Sequences", 2, 10_000, 8, key="cost_sequences"))
+    formats = tuple(filter(None, map(str.strip, texts.split(","))))
+    if not (formats and by):
+        return
+    measuring = jobs.MeasureJob(run_id, formats, sequences, ",".join(by))
+    where = f"--tensor-save-dir {shlex.quote(str(opened.root))}"
+    st.code(f"{shlex.join(['binade', *measuring.arguments])} {where}", language="shell", wrap_lines=True)
+    if read_only() or not st.button("Measure", icon=":material/straighten:", key="cost_measure"):
+        return
+    try:
+        for text in formats:
+            parse_recipe(text)
+        title = f"Measure {', '.join(formats)} in {labels.get(run_id, run_id)}"
+        jobs.add_runs(opened.root, [trained[run_id]], titles=[title], tags=["measure"], measures=measuring)
+        jobs.start_runner(opened.root)
+    except FAILED as error:
+        st.error(plain(f"Nothing was queued: {error}."), icon=":material/error:")
+        return
+    st.success("The measurement is queued. This page shows what it has measured so far.", icon=":material/check:")
+    link(view.at("runs", "jobs"), "See it among the jobs", ":material/list_alt:")
+
+
+def _advise(opened: Catalog, run_ids: list[str], view: View) -> None:
+    """The formats of least measured cost within a budget of bits, as a recipe that can be tested."""
+    columns = st.columns(4)
+    labels = labels_of(opened)
+    run_id = columns[0].selectbox(
+        "Model of", run_ids, key="advise_run", format_func=lambda name: labels.get(name, name)
+    )
+    bits = columns[1].selectbox("Bits per value", BUDGETS, 2, key="advise_budget")
+    by = columns[2].selectbox("One choice for each of", list(BY), key="advise_by", format_func=lambda name: BY[name])
+    of = columns[3].selectbox("Choose for", list(PARTS), key="advise_parts", format_func=lambda name: PARTS[name])
+    parts, request = ("linear",) if of == "linear" else (), AdviceRequest(bits, by=by)
+    where = Filter(run_id=(run_id,))
+
+    def answer() -> Advice:
+        return advise(costs(opened, operands_of(opened, where, parts), by), request)
+
+    try:
+        advice = opened.kept(("advice", where, parts, request, opened.state()), answer)
+    except AdviceError as error:
+        st.info(plain(error.sentence), icon=":material/block:")
+        return
+    st.markdown(plain(str(advice.sentence)))
+    for doubt in advice.doubts:
+        st.caption(plain(str(doubt)))
+    name = f"advised_{str(bits).replace('.', '_')}_{by}"
+    st.code(to_toml(advice.recipe(name)), language="toml", wrap_lines=True, height=240)
+    more = "" if of == "linear" else " --parts linear,qk,pv"
+    command = f"binade advise {opened.root} --budget {bits:g} --by {by}{more} --output {name}.toml --verify 3"
+    st.code(command, language="shell", wrap_lines=True)
+    if not read_only():
+        _verify(opened, advice, name, view)
+
+
+def _verify(opened: Catalog, advice: Advice, name: str, view: View) -> None:
+    """A button that saves the recipe and queues the runs that test it."""
+    columns = st.columns([3, 1, 1, 1], vertical_alignment="bottom")
+    name = columns[0].text_input("Name of the recipe", name, max_chars=64, key="advise_name").strip()
+    seeds = columns[1].number_input("Seeds", 1, 100, 3, key="advise_seeds")
+    iterations = columns[2].number_input("Iterations", 2, 10**6, 200, key="advise_iterations")
+    help = "Saves the recipe and trains bf16, the best single format with at most as many bits, and the recipe"
+    if not columns[3].button("Verify", icon=":material/fact_check:", help=help, width="stretch"):
+        return
+    root = opened.root
+    try:
+        path = saved_recipes.path_of(root, name)
+        runs = verification(opened, advice, str(path), int(seeds), int(iterations))
+        saved_recipes.save(path, to_toml(advice.recipe(name)))
+        queue_verification(root, runs, name)
+    except FAILED as error:
+        st.error(plain(f"Nothing was queued: {error}."), icon=":material/error:")
+        return
+    st.success(
+        f"{len(runs)} runs are queued. When they are done, Runs › Recipes compares them.", icon=":material/check:"
+    )
+    link(view.at("runs", "jobs"), "See them among the jobs", ":material/list_alt:")
