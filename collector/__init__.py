@@ -17,7 +17,7 @@ _HOME = {
     "Watch": "capture.options",
     "instrument": "capture.instrument",
     "instrument_provider": "capture.provider",
-    "measure": "capture.effects_run",
+    "measure": "experiment.measure",
 }
 
 __all__ = [name for name in _HOME if name != "TrainerCallback"]  # which needs transformers

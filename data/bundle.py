@@ -32,6 +32,7 @@ from binade.data.access import check_writable
 from binade.data.cache import Done
 from binade.data.catalog import Catalog
 from binade.data.events import read_events
+from binade.data.experiment import EXPERIMENT, RESULT_FILE, experiment_files
 from binade.data.read_tables import UnreadableError, check_readable
 from binade.data.runs import QUEUED, RUNNING, RunError, RunInfo, fingerprint, list_runs, read_run, run_names
 from binade.data.segment import FORMER, MANIFEST, OPTIONAL, TABLES, SegmentError, manifest, table_files
@@ -58,14 +59,13 @@ CHUNK = 1 << 20
 # The exceptions of zipfile and zlib for a damaged archive.
 DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, ValueError, OverflowError, struct.error)
 RUN_FILES = (
-    "run.json", "status.json", "loss.jsonl", "log.txt", "events.jsonl", "twin.jsonl", "held_out.jsonl", "effects.jsonl",
-    "parity.json", "notes.json",
+    "run.json", "status.json", "loss.jsonl", "log.txt", "events.jsonl", "twin.jsonl", "held_out.jsonl", "notes.json",
 )  # fmt: skip
 _NAME = r"[A-Za-z0-9_+=@,~-][A-Za-z0-9_+=@,.~-]{0,200}"
 _RUN = rf"(?!index\.duckdb){_NAME}"  # the index is in the root as well
 _RUN_FILE = re.compile(
     rf"runs/{_RUN}/(?:{'|'.join(map(re.escape, RUN_FILES))}"
-    rf"|segments/{_NAME}/(?:(?:{'|'.join(TABLES)})\.parquet|{re.escape(MANIFEST)})|(?P<raw>tensors/(?:{_NAME}/){{0,3}}{_NAME}))"
+    rf"|{EXPERIMENT}/{RESULT_FILE}|segments/{_NAME}/(?:(?:{'|'.join(TABLES)})\.parquet|{re.escape(MANIFEST)})|(?P<raw>tensors/(?:{_NAME}/){{0,3}}{_NAME}))"
 )
 _EXTRA = re.compile(r"[a-z]{1,40}\.json")
 
@@ -211,7 +211,7 @@ class _Plan:
             known = zip(paths, table["sha256"].to_pylist(), strict=True)
             self.digests |= {f"{prefix}/{path}": digest for path, digest in known if path and digest}
         self.files |= {f"{prefix}/{path}": run.directory / path for path in sizes}
-        for name in RUN_FILES:
+        for name in (*RUN_FILES, *experiment_files(run.directory)):
             if os.path.lexists(run.directory / name):
                 self.files[f"{prefix}/{name}"] = run.directory / name
         without, nbytes = tensors - with_values, sum(sizes.values())
@@ -348,7 +348,8 @@ def _check_runs(runs: Path) -> None:
     for run_id in run_names(runs):
         (runs / run_id / "segments").mkdir(exist_ok=True)
     segments = sorted(runs.glob("*/segments/*"))
-    _check_sizes([path for segment in segments for path in sorted(segment.glob("*.parquet"))])
+    results = sorted(runs.glob(f"*/{EXPERIMENT}/*.parquet"))
+    _check_sizes([*results, *(path for segment in segments for path in sorted(segment.glob("*.parquet")))])
     for segment in segments:
         try:
             _check_rows(segment)

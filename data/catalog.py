@@ -12,13 +12,13 @@ import duckdb
 import pandas as pd
 import pyarrow as pa
 
+from binade.data.experiment import EXPERIMENT
 from binade.data.fields import ERRORS as SHOWN_ERRORS
 from binade.data.fields import STATISTICS
 from binade.data.filter import FIELDS, Filter
 from binade.data.index_tables import INDEX_TABLES
 from binade.data.intake import CUBES, SUMS, same
 from binade.data.open_index import GROUPABLE, HIDDEN, IN_LIST, CatalogError, DamagedIndexError, repairing
-from binade.data.parity_results import PARITY
 from binade.data.runs import DONE
 from binade.data.score_queries import MICRO_BATCH, USED, ScoreQueries, format_condition, part, quantiles
 from binade.data.segment import TENSOR_SCHEMA
@@ -235,26 +235,27 @@ class Catalog(ScoreQueries, TensorValues):
         )
 
     def effects(self, run_ids: Iterable[str]) -> pd.DataFrame:
-        """Return the measured effects of the models of these runs: the rows of the table `effect`, the measurements
-        with the most sequences first. See `_same_model`."""
+        """Return the measured effects of the models of these runs against no rounding: rows of the table `effect`, the
+        measurements with the most sequences first. See `_same_model`."""
         runs = list(run_ids)
         return self.ask(
             f"""
             SELECT effect.* FROM effect JOIN ({_same_model()}) USING (run_id)
+            WHERE base IS NULL AND operand IS NULL AND NOT replays
             ORDER BY sequences DESC, run_id DESC, format, part, layer_index, module
             """,
             [runs, runs],
         )
 
     def parities(self, run_ids: Iterable[str] | None = None) -> list[str]:
-        """Return the runs with a parity.json, newest first; with run_ids, those of the models of these runs. See
-        `_same_model`."""
+        """Return the experiments that compare two policies, newest first; with run_ids, those of the models of these
+        runs. See `_same_model`."""
         runs = [] if run_ids is None else list(run_ids)
         chosen = SOUND_RUNS if run_ids is None else f"({_same_model()}) JOIN run USING (run_id) WHERE true"
         rows = self._rows(
             f"SELECT run_id FROM {chosen} AND json_extract_string(config, '$.kind') = ? AND state = ?"
-            " ORDER BY started DESC, run_id DESC",
-            [*([] if run_ids is None else [runs, runs]), PARITY, DONE],
+            " AND json_extract_string(config, '$.compares') IS NOT NULL ORDER BY started DESC, run_id DESC",
+            [*([] if run_ids is None else [runs, runs]), EXPERIMENT, DONE],
         )
         return [str(run_id) for (run_id,) in rows]
 

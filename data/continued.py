@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from binade.data.access import check_writable
+from binade.data.experiment import experiment_files
 from binade.data.json_files import write_json
 from binade.data.runs import (
     CANCELLED,
@@ -71,9 +72,10 @@ def continued_run(
 
 
 def _content(directory: Path) -> list[object]:
-    """What changes if the settings, the segments or the lines of a run (losses, effects) change."""
+    """What changes if the settings, the segments, the losses or the results of a run change."""
     content: list[object] = [segment_names(directory)]
-    for path in sorted([directory / RUN_FILE, *directory.glob("*.jsonl")]):
+    results = [directory / name for name in experiment_files(directory)]
+    for path in sorted([directory / RUN_FILE, *directory.glob("*.jsonl"), *results]):
         with suppress(FileNotFoundError):
             status = os.stat(path)
             content.append((path.name, status.st_ino, status.st_mtime_ns))

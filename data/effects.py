@@ -1,7 +1,7 @@
-"""Measured effects: what rounding one group of products does to the loss, on the same weights and sequences.
+"""Effects: how much the loss changes when one group of products is rounded, on the same weights and sequences.
 
-One line per group and batch in a run's effects.jsonl. The run of a measurement has the kind MEASURE in its run.json,
-and records no tensors. `merged` joins the batches; the index has the same rows in its table `effect`.
+A reading of the results of an experiment (data/experiment.py): treatment minus base, paired by sequence. The index has
+the same rows in its table `effect`.
 """
 
 from __future__ import annotations
@@ -9,24 +9,16 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import tomllib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
-
-from pydantic import Field
-from pydantic.dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from binade.data import evidence
 from binade.data.evidence import Estimate, Measure
-from binade.data.json_files import STRICT, adapter_of, parse_json, unsealed
-from binade.data.runs import Whole, append_line, check_lines, lines_of
-from binade.data.twin import Number
+from binade.data.experiment import BatchResult, EffectGroup, TreatmentKey, read_results
 
-FILE = "effects.jsonl"
-MEASURE = "measure"
 CHANGE = Measure(
     "effect", "Measured loss change", "nats", "loss with the group rounded minus loss without, per token", format="+.3g"
 )
@@ -35,73 +27,28 @@ DIVERGENCE = Measure(
 )
 
 
-class EffectGroup(NamedTuple):
-    """Products that are rounded together.
-
-    part         linear, router, qk, pv or product; "" for all
-    layer_index  None for all layers
-    module       None for all modules
-    """
-
-    part: str = ""
-    layer_index: int | None = None
-    module: str | None = None
-
-    def __str__(self) -> str:
-        words = [f"layer{self.layer_index}" if self.layer_index is not None else "", self.module or "", self.part]
-        return " ".join(filter(None, words)) or "all"
-
-
-OfBatch = tuple[int, str, str, EffectGroup]
-
-
-@dataclass(frozen=True, config=STRICT)
-class Effect:
-    """The losses of one batch's sequences, in nats per token.
-
-    format       what the group was rounded to: the text of a spec or a recipe
-    exact        the losses without rounding
-    losses       the losses with the group rounded
-    divergences  KL(p ‖ q) of the next token, the mean over a sequence's tokens; empty if logits were not known
-    seconds      what the pass took
-    recipe_sha256  of what `format` rounds, see `recipe_sha256`: a file of a recipe may change; "" if it is unknown
-    """
-
-    batch: Whole
-    format: str
-    part: str
-    layer_index: Whole | None
-    module: str | None
-    exact: Annotated[tuple[Number, ...], Field(min_length=1)]
-    losses: Annotated[tuple[Number, ...], Field(min_length=1)]
-    divergences: tuple[Number, ...] = ()
-    seconds: float = 0.0
-    recipe_sha256: str = ""
-
-    @property
-    def group(self) -> EffectGroup:
-        return EffectGroup(self.part, self.layer_index, self.module)
-
-    @property
-    def of_batch(self) -> OfBatch:
-        """The batch, the format and the group that it is the measurement of."""
-        return self.batch, self.format, self.recipe_sha256, self.group
-
-    @property
-    def changes(self) -> tuple[float, ...]:
-        return tuple(loss - exact for loss, exact in zip(self.losses, self.exact, strict=True))
-
-
 class Measured(NamedTuple):
-    """The effect of a group over all sequences that were measured: in the order of the batches."""
+    """The effect of a treatment over all sequences that were measured: in the order of the batches.
 
-    format: str
-    group: EffectGroup
+    exact        the losses of the base, in nats per token
+    changes      the losses minus these
+    divergences  KL(base ‖ treatment) of the next token; () if logits were not known
+    seconds      what the passes took
+    """
+
+    key: TreatmentKey
     exact: tuple[float, ...]
     changes: tuple[float, ...]
     divergences: tuple[float, ...]
     seconds: float
-    recipe_sha256: str = ""
+
+    @property
+    def format(self) -> str:
+        return self.key.text
+
+    @property
+    def group(self) -> EffectGroup:
+        return self.key.group
 
     @property
     def change(self) -> Estimate:
@@ -135,41 +82,49 @@ def _holds_tables(value: object) -> bool:
     return isinstance(value, dict) or (isinstance(value, list) and any(isinstance(entry, dict) for entry in value))
 
 
-def merged(effects: Iterable[Effect]) -> list[Measured]:
-    """The effects of each format and group, in the order in which they were first measured. A batch that occurs twice
-    counts once. A file that has changed in between is another format."""
-    batches: dict[tuple[str, str, EffectGroup], dict[int, Effect]] = {}
-    for effect in effects:
-        batches.setdefault((effect.format, effect.recipe_sha256, effect.group), {})[effect.batch] = effect
+def measured_effects(results: Iterable[BatchResult]) -> list[Measured]:
+    """The effect of each treatment, in the order in which they were first measured. A batch whose base is missing is
+    left out."""
+    batches: dict[TreatmentKey, dict[int, BatchResult]] = {}
+    for result in results:
+        batches.setdefault(result.key, {})[result.batch] = result
     rows = []
-    for (fmt, sha256, group), by_batch in batches.items():
-        measurements = [by_batch[number] for number in sorted(by_batch)]
-        divergences = [value for effect in measurements for value in effect.divergences]
-        complete = all(len(effect.divergences) == len(effect.losses) for effect in measurements)
+    for key, by_batch in batches.items():
+        bases = batches.get(key.base, {}) if key.base else {}
+        pairs = [(by_batch[number], bases[number]) for number in sorted(by_batch) if number in bases]
+        if not pairs:
+            continue
+        divergences = [value for result, _ in pairs for value in result.kl]
+        complete = all(len(result.kl) == len(result.losses) for result, _ in pairs)
         rows.append(
             Measured(
-                fmt,
-                group,
-                tuple(value for effect in measurements for value in effect.exact),
-                tuple(value for effect in measurements for value in effect.changes),
+                key,
+                tuple(loss for _, base in pairs for loss in base.losses),
+                tuple(
+                    loss - exact
+                    for result, base in pairs
+                    for loss, exact in zip(result.losses, base.losses, strict=True)
+                ),
                 tuple(divergences) if complete else (),
-                math.fsum(effect.seconds for effect in measurements),
-                sha256,
+                math.fsum(result.seconds for result, _ in pairs),
             )
         )
     return rows
 
 
 def effect_rows(run_id: str, directory: Path) -> list[list[Any]]:
-    """The rows of a run in the table `effect` of the index. Raises OSError."""
+    """The rows of a run in the table `effect` of the index. Raises RunError and OSError."""
     return [
         [
             run_id,
             effect.format,
-            effect.recipe_sha256 or None,
+            effect.key.recipe_sha256 or None,
+            effect.key.base.text or None if effect.key.base else None,
             effect.group.part or None,
             effect.group.layer_index,
             effect.group.module,
+            None if effect.key.is_whole else effect.key.operand,
+            effect.key.replays,
             len(effect.changes),
             math.fsum(effect.exact) / len(effect.exact),
             effect.change.value,
@@ -179,38 +134,5 @@ def effect_rows(run_id: str, directory: Path) -> list[list[Any]]:
             list(effect.divergences) or None,
             effect.seconds,
         ]
-        for effect in merged(read_effects(directory))
+        for effect in measured_effects(read_results(directory))
     ]
-
-
-def append_effect(directory: Path, effect: Effect) -> None:
-    """Add a measurement to a run, as its only writer. Raises OSError."""
-    append_line(directory / FILE, adapter_of(Effect).dump_json(effect))
-
-
-def read_effects(directory: Path) -> list[Effect]:
-    """The measurements of a run. The file is read up to the first line that is damaged or cut short; `check_effects`
-    raises an error for it. Raises OSError."""
-    effects = []
-    for line in lines_of(directory / FILE):
-        try:
-            effects.append(parse_json(Effect, unsealed(line)))
-        except ValueError:
-            break
-    return effects
-
-
-def continue_effects(directory: Path) -> list[Effect]:
-    """The measurements of a run to which its only writer is about to add. A last line that a crash cut short is cut
-    off. Raises as `check_effects`."""
-    check_effects(directory)
-    path, lines = directory / FILE, lines_of(directory / FILE)
-    if lines and not lines[-1].endswith(b"\n"):
-        os.truncate(path, sum(map(len, lines[:-1])))
-    return read_effects(directory)
-
-
-def check_effects(directory: Path) -> None:
-    """Raise RunError for a line that is not a measurement or has a wrong checksum, except for a last line that a crash
-    cut short; OSError."""
-    check_lines(directory / FILE, "measurement", lambda line: bool(parse_json(Effect, line)))

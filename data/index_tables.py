@@ -18,6 +18,7 @@ from binade.data.columns import (
     SKETCH_COLUMNS,
     TEXT,
     TIME,
+    TRUTH,
     Score,
     TableColumn,
     TensorRow,
@@ -92,12 +93,17 @@ EFFECT = IndexTable(
         TableColumn(
             "recipe_sha256", TEXT, "of what that rounds, the same for files with the same tables; null if unknown"
         ),
+        TableColumn("base", TEXT, "the recipe that everything else is rounded by; null for no rounding"),
         TableColumn("part", TEXT, "linear, router, qk, pv, product; null for all"),
         TableColumn("layer_index", INTEGER, "from 1; null for all layers"),
         TableColumn("module", TEXT, "null for all modules"),
+        TableColumn("operand", TEXT, "the operand that alone was changed, such as weight; null for all that differ"),
+        TableColumn("replays", TRUTH, "whether the experts are those that the base has chosen"),
         TableColumn("sequences", INTEGER, "how many were measured"),
-        TableColumn("loss", REAL, "mean cross entropy without rounding, in nats per token"),
-        TableColumn("change", REAL, "mean of the loss with the group rounded minus that without, in nats per token"),
+        TableColumn("loss", REAL, "mean cross entropy of the base, in nats per token"),
+        TableColumn(
+            "change", REAL, "mean of the loss with the group rounded minus that of the base, in nats per token"
+        ),
         TableColumn("change_error", REAL, "its standard error over sequences; null for one sequence"),
         TableColumn(
             "divergence", REAL, "mean KL divergence of the next token's distribution, in nats; null if not measured"
@@ -107,7 +113,7 @@ EFFECT = IndexTable(
         TableColumn("seconds", REAL, "what its passes took"),
     ),
     "Measured effects: what rounding one group of products does to the loss, on the same weights and sequences. Rows "
-    "are of runs of `binade measure`, from their effects.jsonl.",
+    "are of experiments: runs of `binade measure` and `binade parity`.",
 )
 KEY = TableColumn("key", INTEGER)
 TENSOR = IndexTable(

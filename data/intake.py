@@ -25,15 +25,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from binade.data.effects import FILE as EFFECTS
-from binade.data.effects import MEASURE, check_effects, effect_rows
+from binade.data.effects import effect_rows
 from binade.data.events import check_events
+from binade.data.experiment import EXPERIMENT, FORMER, check_experiment, experiment_files
 from binade.data.filter import FIELDS
 from binade.data.held_out import FILE as HELD_OUT
 from binade.data.held_out import check_held_out
 from binade.data.index_tables import INDEX_TABLES
-from binade.data.parity_results import FILE as PARITIES
-from binade.data.parity_results import read_parity
 from binade.data.runs import (
     RUNNING,
     NotBegunError,
@@ -248,8 +246,7 @@ class Intake:
             "losses": check_losses,
             "twin steps": check_twins,
             "held-out evaluations": check_held_out,
-            "effects": check_effects,
-            "parity results": read_parity,
+            "results": check_experiment,
         }
         for what, check in checks.items() if run.status.state != RUNNING else ():
             try:
@@ -404,9 +401,9 @@ def _put_runs(cursor: duckdb.DuckDBPyConnection, rows: list[list[Any]]) -> None:
 def _put_effects(cursor: duckdb.DuckDBPyConnection, runs: Iterable[RunInfo]) -> None:
     """Replace the rows of measurements. Lines that are damaged are reported with those of other files."""
     for run in runs:
-        if run.config.get("kind") == MEASURE:
+        if run.config.get("kind") == EXPERIMENT:
             rows = []
-            with suppress(OSError):
+            with suppress(OSError, RunError):
                 rows = effect_rows(run.run_id, run.directory)
             with transaction(cursor):
                 cursor.execute("DELETE FROM effect WHERE run_id = ?", [run.run_id])
@@ -520,9 +517,8 @@ def _mark(directory: str, segments: Iterable[str]) -> tuple[int, ...] | None:
     mark: list[int] = []
     times = []
     names = ["", "run.json", "status.json", "segments", *(f"segments/{name}" for name in segments)]
-    names += [
-        name for name in ("loss.jsonl", TWINS, HELD_OUT, EFFECTS, PARITIES) if os.path.exists(f"{directory}/{name}")
-    ]
+    names += [name for name in ("loss.jsonl", TWINS, HELD_OUT, *FORMER) if os.path.exists(f"{directory}/{name}")]
+    names += experiment_files(Path(directory))
     try:
         for name in names:
             status = os.stat(f"{directory}/{name}")

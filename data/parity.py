@@ -72,6 +72,12 @@ class Policies:
         known, index = np.unique(ids[finite], return_inverse=True)
         return Policies(l_r[finite], l_t[finite], index.reshape(-1), len(known), int((counts & ~finite).sum()))
 
+    @staticmethod
+    def by_sequence(rollout: Sequence[Floats], training: Sequence[Floats]) -> Policies:
+        """Two policies from the log-probabilities of the tokens of each sequence. Raises ValueError as `of`."""
+        sequence = np.repeat(np.arange(len(rollout)), [len(x) for x in rollout])
+        return Policies.of(np.concatenate(rollout), np.concatenate(training), np.ones(len(sequence)), sequence)
+
     @property
     def d(self) -> Floats:
         """log π_T − log π_R, [tokens], in nats."""

@@ -1,32 +1,40 @@
-"""Results of `binade parity` on disk: the parity.json of a run of the kind PARITY, which records no tensors.
+"""Parity of two policies, a reading of the results of an experiment (data/experiment.py).
 
-`binade parity --rollout` writes one for two recipes on a model, `binade parity FILE --save` one for dumps of a tool.
-The file is written once, at the end, and ends with a checksum.
+Of two recipes on a model, the base is the training policy, and treatments are the rollout policy, all products of it or
+one group at a time. Of dumps of a tool, the base has its trainer's log-probabilities and the treatment those of its
+rollout engine; a batch is a step.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from pydantic import AfterValidator, ConfigDict, Field
-from pydantic.dataclasses import dataclass
+import numpy as np
 
 from binade.data import evidence
-from binade.data.continued import continued_run
-from binade.data.effects import EffectGroup
 from binade.data.evidence import Estimate, Measure, Sentence
-from binade.data.json_files import MOST_BYTES, STRICT, Count, adapter_of, parse_json, sealed, unsealed
-from binade.data.parity import MEASURES, Policies, Row, quantities
-from binade.data.routing import Routing
-from binade.data.runs import DONE, RunError, Whole
-from binade.data.store import read_file, write_atomic
+from binade.data.experiment import (
+    NONE,
+    BatchResult,
+    EffectGroup,
+    Floats,
+    Place,
+    TreatmentKey,
+    check_former,
+    read_logprobs,
+    read_results,
+)
+from binade.data.parity import Policies, Row, joined, quantities
+from binade.data.routing import Routing, read_routing
+from binade.data.runs import RunError, read_run
 
-FILE = "parity.json"
-PARITY = "parity"
-SAME = ("kind", "measures")  # two measurements that agree in these fields of run.json are one run
+UNROUNDED = "bf16"  # the name of the base without rounding
+TRAINER = TreatmentKey("trainer")
+"""The base of imported log-probabilities."""
 ALL = "all"  # the step of all tokens
 CHANGE = Measure(
     "abs_logprob", "|Δ log-probability|", "nats", "|d| of the text's tokens, mean within each sequence, then over these"
@@ -37,21 +45,14 @@ DIVERGENCE = Measure(
     "nats",
     "of the next token over the whole vocabulary, mean within each sequence, then over these",
 )
-CONFIG = ConfigDict(**STRICT, ser_json_inf_nan="constants")  # a χ² may be infinite
 Numbers = tuple[float, ...]
 
 
-def _known(name: str) -> str:
-    if name not in MEASURES:
-        raise ValueError(f"{name[:40]!r} is not a quantity of parity")
-    return name
-
-
-@dataclass(frozen=True, config=CONFIG)
+@dataclass(frozen=True)
 class Value:
     """A quantity of data.parity: its name, and the values of its Row."""
 
-    name: Annotated[str, AfterValidator(_known)]
+    name: str
     over_tokens: float | None
     over_sequences: float | None
     median_of_tokens: float | None
@@ -68,14 +69,14 @@ class Value:
         return self.over_sequences if self.over_tokens is None else self.over_tokens
 
 
-@dataclass(frozen=True, config=CONFIG)
+@dataclass(frozen=True)
 class ParityStep:
     """The quantities of one step of a dump, or of ALL tokens. left_out: tokens without a finite log-probability."""
 
     name: str
-    sequences: Count
-    tokens: Count
-    left_out: Count
+    sequences: int
+    tokens: int
+    left_out: int
     values: tuple[Value, ...]
 
     @staticmethod
@@ -84,9 +85,9 @@ class ParityStep:
         return ParityStep(name, pair.sequences, len(pair.rollout), pair.left_out, values)
 
 
-@dataclass(frozen=True, config=CONFIG)
+@dataclass(frozen=True)
 class GroupGap:
-    """The gap that a group of products makes alone, as capture.parity.Gap; of all products, the whole gap.
+    """The gap that a group of products makes alone; of all products, the whole gap.
 
     operand      the operand that differs or was changed; "" for both
     is_whole     whether all that differs in the group was changed
@@ -96,11 +97,11 @@ class GroupGap:
     """
 
     part: str
-    layer_index: Whole | None
+    layer_index: int | None
     module: str | None
     operand: str
     is_whole: bool
-    changes: Annotated[Numbers, Field(min_length=1)]
+    changes: Numbers
     divergences: Numbers = ()
 
     @property
@@ -128,7 +129,7 @@ class GroupGap:
         return evidence.mean(DIVERGENCE, self.divergences, "sequences")
 
 
-@dataclass(frozen=True, config=CONFIG)
+@dataclass(frozen=True)
 class Parity:
     """A result.
 
@@ -142,8 +143,8 @@ class Parity:
     rollout: str
     training: str
     tool: str
-    steps: Annotated[tuple[ParityStep, ...], Field(min_length=1)]
-    gaps: Annotated[tuple[GroupGap, ...], Field(min_length=1)]
+    steps: tuple[ParityStep, ...]
+    gaps: tuple[GroupGap, ...]
     routing: Routing | None = None
 
     @property
@@ -204,28 +205,77 @@ def routing_findings(whole: GroupGap, routing: Routing) -> list[Sentence]:
     return [flips, evidence.effects(items, "the gap with own routes")]
 
 
-def save_parity(root: Path, label: str, facts: Mapping[str, Any], result: Parity) -> str:
-    """Write a result as a run, or in place of that of the same measurement; returns the run's id. facts: of run.json,
-    with `measures`, which tells measurements apart. Raises RunError, ReadOnlyError and OSError."""
-    content = sealed(adapter_of(Parity).dump_json(result))
-    if len(content) > MOST_BYTES:
-        raise RunError(
-            f"the result has {len(content):,} bytes, at most {MOST_BYTES:,} are kept: measure fewer groups (--by) or "
-            "sequences"
-        )
-    described = {**facts, "kind": PARITY, "compares": result.title}
-    with continued_run(root, label, described, SAME, "a parity is being saved") as (writer, _):
-        write_atomic(writer.directory / FILE, content)
-        writer.finish(DONE)
-    return writer.run_id
+@dataclass(frozen=True, eq=False)
+class Gap:
+    """A treatment against its base, token by token.
+
+    steps        the two policies by batch: of the rollout, the treatment; of the training, its base
+    divergences  KL(R ‖ T) of the next token over the whole vocabulary, the mean of each sequence in nats
+    """
+
+    key: TreatmentKey
+    steps: tuple[Policies, ...]
+    divergences: tuple[float, ...]
+
+    @property
+    def policies(self) -> Policies:
+        return joined(self.steps)
+
+    @property
+    def record(self) -> GroupGap:
+        """The gap by sequence."""
+        pair = self.policies
+        changes = tuple(pair.means(np.abs(pair.d)).tolist())
+        return GroupGap(*self.key.group, self.key.operand, self.key.is_whole, changes, self.divergences)
+
+
+def gaps_of(results: Sequence[BatchResult], logprobs: dict[Place, list[Floats]]) -> list[Gap]:
+    """The gaps of the treatments with log-probabilities: that of all products first, then those of groups, the largest
+    change of the log-probabilities first. Replayed routes are not among them. Raises ValueError where a base is missing
+    or no token counts."""
+    by_key: dict[TreatmentKey, list[BatchResult]] = {}
+    for result in results:
+        if result.key.base and not result.key.replays and result.place in logprobs:
+            by_key.setdefault(result.key, []).append(result)
+    found = [_gap(key, sorted(own, key=lambda result: result.batch), logprobs) for key, own in by_key.items()]
+    whole = [gap for gap in found if gap.key.group == EffectGroup() and gap.key.is_whole]
+    others = [gap for gap in found if gap not in whole]
+    return [*whole, *sorted(others, key=lambda gap: float(np.mean(gap.record.changes)), reverse=True)]
+
+
+def _gap(key: TreatmentKey, results: Sequence[BatchResult], logprobs: dict[Place, list[Floats]]) -> Gap:
+    assert key.base is not None
+    steps, divergences = [], list[float]()
+    for result in results:
+        if (key.base.id, result.batch) not in logprobs:
+            raise ValueError(f"batch {result.batch} of {key.base.text or UNROUNDED} is missing")
+        steps.append(Policies.by_sequence(logprobs[result.place], logprobs[key.base.id, result.batch]))
+        pairs = zip(result.kl_reversed, result.tokens, strict=bool(result.kl_reversed))
+        divergences += [value for value, tokens in pairs if tokens]
+    return Gap(key, tuple(steps), tuple(divergences))
+
+
+def read_gaps(directory: Path) -> list[Gap]:
+    """`gaps_of` the experiment of a run; [] without one. Raises RunError if it is damaged, and OSError."""
+    try:
+        return gaps_of(read_results(directory), read_logprobs(directory))
+    except (ValueError, KeyError) as error:
+        raise error if isinstance(error, RunError) else RunError(f"its experiment is damaged: {error}") from None
 
 
 def read_parity(directory: Path) -> Parity | None:
-    """The result of a run; None if it has none. Raises RunError if it is damaged, and OSError."""
-    path = directory / FILE
-    try:
-        return parse_json(Parity, unsealed(read_file(path, MOST_BYTES, directory)))
-    except FileNotFoundError:
+    """The parity of the two policies of a run; None if it has none. Raises RunError if it is damaged, and OSError."""
+    check_former(directory)
+    gaps = read_gaps(directory)
+    if not gaps:
         return None
-    except ValueError as error:
-        raise RunError(f"its {FILE} is damaged: {error}") from None
+    whole, base = gaps[0], gaps[0].key.base
+    steps = [ParityStep.of(ALL, whole.policies)]
+    records = tuple(gap.record for gap in gaps)
+    if base == TRAINER:
+        names: Any = read_run(directory).config.get("steps", [])
+        if len(whole.steps) > 1:
+            steps += [ParityStep.of(str(name), pair) for name, pair in zip(names, whole.steps, strict=False)]
+        return Parity("rollout engine", "trainer", whole.key.text, tuple(steps), records)
+    training = UNROUNDED if base is None or base == NONE else base.text
+    return Parity(whole.key.text, training, "", tuple(steps), records, read_routing(directory))

@@ -12,17 +12,25 @@ order of the selection scores s, which a router passes to its top-k.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ConfigDict, Field
-from pydantic.dataclasses import dataclass
 
 from binade.data import evidence
 from binade.data.evidence import Estimate, Measure
-from binade.data.json_files import STRICT, Count
-from binade.data.runs import Whole
+from binade.data.experiment import (
+    BatchResult,
+    Place,
+    RouterChoices,
+    read_logprobs,
+    read_results,
+    read_routes,
+)
+from binade.data.parity import Policies
 
 FLIPS = Measure("flips", "Flips", "%", "share of tokens whose set of experts differs")
 RECALL = Measure("recall", "Recall", "%", "share of the training policy's experts that the rollout policy chooses, too")
@@ -34,8 +42,8 @@ LEGEND = (
     "share of training’s experts that the rollout chooses, too. Margin: between the k-th and the next selection score "
     "of training, the median over tokens, and over those that flip."
 )
-CONFIG = ConfigDict(**STRICT, ser_json_inf_nan="constants")  # no margin at flips if none flips
-Shares = Annotated[tuple[float, ...], Field(min_length=1)]
+Shares = tuple[float, ...]
+Routes = dict[Place, list[list[RouterChoices]]]
 Chosen = NDArray[np.int64]
 
 
@@ -57,7 +65,7 @@ def reorders(a: Chosen, b: Chosen) -> NDArray[np.bool_]:
     return differs
 
 
-@dataclass(frozen=True, config=CONFIG)
+@dataclass(frozen=True)
 class RoutedLayer:
     """A router in both policies.
 
@@ -66,10 +74,10 @@ class RoutedLayer:
     margin, flipped_margin     medians over all tokens, and over those that flip; NaN if there are none
     """
 
-    layer_index: Whole | None
+    layer_index: int | None
     module: str
-    experts: Count
-    chosen: Count
+    experts: int
+    chosen: int
     flips: Shares
     recalls: Shares
     reorders: Shares
@@ -88,7 +96,7 @@ class RoutedLayer:
         return flip, same, order
 
 
-@dataclass(frozen=True, config=CONFIG)
+@dataclass(frozen=True)
 class Routing:
     """The routing of two policies on the same tokens.
 
@@ -98,7 +106,7 @@ class Routing:
     left_out     routers whose choice is no top-k of their scores
     """
 
-    layers: Annotated[tuple[RoutedLayer, ...], Field(min_length=1)]
+    layers: tuple[RoutedLayer, ...]
     any_flip: Shares
     changes: Shares
     divergences: Shares
@@ -139,3 +147,51 @@ def means(values: NDArray[Any], counts: NDArray[Any]) -> tuple[float, ...]:
     used = counts.any(1)
     shares = (values * counts).sum(1)[used] / counts.sum(1)[used]
     return tuple(shares.astype(float).tolist())
+
+
+def read_routing(directory: Path) -> Routing | None:
+    """The routing of the two policies of a run's experiment: those of the treatment that replays the experts of its
+    base, the rollout policy. None without one, or if no router chooses by top-k. Raises RunError and OSError."""
+    results = read_results(directory)
+    replayed = sorted((each for each in results if each.key.replays), key=lambda each: each.batch)
+    return routing_of(replayed, read_routes(directory), read_logprobs(directory)) if replayed else None
+
+
+def routing_of(
+    replayed: Sequence[BatchResult], routes: Routes, logprobs: dict[Place, list[NDArray[np.float64]]]
+) -> Routing | None:
+    """The routing from the results of training with the experts of the rollout, whose base is the rollout. The choices
+    of training are those of the other treatment that kept its routes."""
+    rollout = replayed[0].key.base
+    assert rollout is not None
+    (training,) = {treatment for treatment, _ in routes} - {rollout.id}
+    a, b = ([own for each in replayed for own in routes[treatment, each.batch]] for treatment in (training, rollout.id))
+    names = [(each.layer_index, each.module) for each in a[0]]
+    found = [at for at in range(len(names)) if all(own[at].choices.shape[1] for own in (*a, *b))]
+    if not found:
+        return None
+    counts = _padded([np.ones(len(own[found[0]].margins), bool) for own in a])
+    layers = []
+    flipped = np.zeros(counts.shape, bool)
+    for at in found:
+        chosen_a, chosen_b = (_padded([own[at].choices for own in side]) for side in (a, b))
+        margins = _padded([own[at].margins for own in a])
+        layers.append(layer_of(*names[at], a[0][at].experts, chosen_a, chosen_b, margins, counts))
+        flipped |= flips(chosen_a, chosen_b)
+    pairs = [Policies.by_sequence(logprobs[rollout.id, each.batch], logprobs[each.place]) for each in replayed]
+    return Routing(
+        tuple(layers),
+        means(flipped, counts),
+        tuple(x for pair in pairs for x in pair.means(np.abs(pair.d)).tolist()),
+        tuple(kl for each in replayed for kl, tokens in zip(each.kl, each.tokens, strict=True) if tokens),
+        tuple(f"layer{layer}.{module}" for at, (layer, module) in enumerate(names) if at not in found),
+    )
+
+
+def _padded(sequences: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Values of the tokens of sequences [tokens, ...] as one array [sequences, most tokens, ...], 0 beyond."""
+    most = max(len(x) for x in sequences)
+    array = np.zeros((len(sequences), most, *sequences[0].shape[1:]), sequences[0].dtype)
+    for row, x in zip(array, sequences, strict=True):
+        row[: len(x)] = x
+    return array

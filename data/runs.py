@@ -12,8 +12,7 @@
       events.jsonl   other events: see data.events
       twin.jsonl     twin steps: see data.twin
       held_out.jsonl held-out evaluations: see data.held_out
-      effects.jsonl  measured effects: see data.effects
-      parity.json    parity of rollout and training: see data.parity_results
+      experiment/    results of treatments: see data.experiment
       tensors/       tensor files      segments/   their rows
       ranks/         of a run on several ranks: the process of each and what it has recorded; rank 0 adds them up
 

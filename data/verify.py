@@ -15,9 +15,8 @@ from typing import Any
 import pyarrow as pa
 
 from binade.data.cache import Done
-from binade.data.effects import check_effects
+from binade.data.experiment import check_experiment
 from binade.data.held_out import check_held_out
-from binade.data.parity_results import read_parity
 from binade.data.runs import (
     RUNNING,
     NotBegunError,
@@ -89,7 +88,7 @@ def verify(
                 done(min(count, total), total)
             if run.status.state != RUNNING:
                 names = run.segments  # some may have been merged meanwhile
-        for check in (check_losses, check_twins, check_held_out, check_effects, read_parity):
+        for check in (check_losses, check_twins, check_held_out, check_experiment):
             try:
                 check(run.directory)
             except (RunError, OSError) as error:

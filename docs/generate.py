@@ -38,8 +38,11 @@ FILES = [
         "iteration, loss in nats per token, window, seconds, SHA-256 of the data so far, CRC-32",
     ),
     ("`events.jsonl`", "JSON lines", "what happened in the run: triggers, warnings, captures, the first NaN"),
-    ("`effects.jsonl`", "JSON lines", "measured effects of groups of products: losses of each sequence; CRC-32"),
-    ("`parity.json`", "JSON", "parity of rollout and training: quantities, gaps of groups by sequence; CRC-32"),
+    (
+        "`experiment/*.parquet`",
+        "Parquet",
+        "results of treatments: losses by sequence, log-probabilities, routes; CRC-32",
+    ),
     ("`held_out.jsonl`", "JSON lines", "held-out evaluations: the loss of each sequence; CRC-32"),
     ("`twin.jsonl`", "JSON lines", "twin steps: Δloss; bias, variance and cosine of each parameter's gradient; CRC-32"),
     ("`tensors/**/*.pt`", "torch", "`{tensor, tensor_info, metadata}`; loads with `weights_only=True` and `mmap=True`"),

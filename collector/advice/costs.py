@@ -22,7 +22,8 @@ from binade.collector.errors import ConfigError
 from binade.collector.recipes.recipe import BF16, PARTS
 from binade.data import evidence
 from binade.data.catalog import Catalog
-from binade.data.effects import CHANGE, EffectGroup
+from binade.data.effects import CHANGE
+from binade.data.experiment import EffectGroup
 from binade.data.filter import Filter
 from binade.data.notes import rounded_twice
 from binade.data.text import counted

@@ -135,15 +135,16 @@ def _measure(
 ) -> None:
     """Measure what is chosen between, on sequences that the runs of the operands did not read."""
     from binade.collector.advice.advice import plan_of
-    from binade.collector.training.measure import Measurement, measure_effects, unread
+    from binade.collector.experiment.experiment import ExperimentRequest, run_experiment
+    from binade.collector.experiment.source import ExperimentSource, unread
 
     planned = plan_of(catalog, operands, "measure your own model with binade.measure(..., root=ROOT)")
     by = tuple(dict.fromkeys(("part", "part" if request.by == "model" else request.by)))
     specs, where = request.specs or tuple(operands.specs), unread(planned, planned.config.sequence_length)
-    asked = Measurement(planned, specs, by, parts, sequences, **where)
+    measured = ExperimentRequest(ExperimentSource(planned, sequences, **where), specs, by, parts)
     with console("measure", "pass") as shown:
-        run_id, _ = measure_effects(asked, root, say=shown.print, progress=shown.progress)
-    print_text(f"measured in {run_id}\n")
+        finished = run_experiment(measured, root, say=shown.print, progress=shown.progress)
+    print_text(f"measured in {finished.run_id}\n")
 
 
 def _content(advice: Advice, output: Path) -> str:

@@ -2,91 +2,54 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from binade.collector.cli.console import console
-from binade.collector.cli.options import click_option
-from binade.collector.errors import ConfigError
+from binade.collector.cli.experiment_options import BY, source_of, source_params, words_of
 from binade.collector.recipes.recipe import PARTS
-from binade.collector.settings import BackendName, Size, declared
-from binade.collector.training.config import RunConfig, trained_config
-from binade.collector.training.plan import plan
 from binade.terminal import CliOption, Command, names, print_text, resolve_root, root_option
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from binade.collector.training.measure import Measurement
     from binade.data.effects import Measured
 
-BY = ("site", "layer", "module", "part", "model")  # capture.effects declares these; it imports torch
-OF_MODEL = (
-    "model", "size", "dataset", "tokenizer", "vocab_size", "layers", "sequence_length", "micro_batch_size", "seed",
-    "device", "backend",
-)  # fmt: skip
-"""The options of `binade run` that a measurement has."""
 LISTED = 12  # groups
 
 
 def _measure(
-    run: str | None,
+    model: str | None,
     formats: tuple[str, ...],
     by: tuple[str, ...],
     parts: tuple[str, ...],
-    sequences: int,
-    skip: int | None,
     dry_run: bool,
     root: str | None,
     **given: Any,
 ) -> None:
     """Measure what rounding one group of products does to the loss.
 
-    The loss with the group rounded is compared with the loss without, on the same weights and sequences.
-    RUN is a run of `binade run`: its model and data, the weights of its last checkpoint if it has one, and sequences
-    that it does not train on. Without it, the options name the model and the data.
+    The loss with the group rounded is compared with the loss without, on the same weights and sequences. MODEL is a run
+    of `binade run` (its model and data, the weights of its last checkpoint if it has one, and sequences that it does
+    not train on), a directory or GGUF file with a checkpoint, or the name of a model.
     """
+    from binade.collector.experiment.experiment import ExperimentRequest, estimate_experiment, run_experiment
+    from binade.collector.experiment.runner import duration
+    from binade.data.effects import measured_effects
+
     where = resolve_root(root)
-    asked = requested(where, run, {name: value for name, value in given.items() if value is not None}, skip)
-    asked = replace(asked, formats=formats, by=by, parts=parts, sequences=sequences)
+    source = source_of(where, model, given)
+    request = ExperimentRequest(source, formats, by, parts)
     if dry_run:
-        from binade.collector.training.measure import duration, estimate
-
-        passes, seconds = estimate(asked, say=print_text)
-        print_text(f"{passes:,} passes of up to {asked.plan.config.micro_batch_size} sequences, {duration(seconds)}")
+        passes, seconds = estimate_experiment(request, say=print_text)
+        print_text(f"{passes:,} passes of up to {source.plan.config.micro_batch_size} sequences, {duration(seconds)}")
         return
-    from binade.collector.training.measure import measure_effects
-
     with console("measure", "pass") as shown:
-        run_id, rows = measure_effects(asked, where, say=shown.print, progress=shown.progress)
+        finished = run_experiment(request, where, say=shown.print, progress=shown.progress)
+    rows = measured_effects(finished.results)
     print_text(described(rows))
-    print_text(f"{run_id}: {len(rows):,} groups and formats measured")
-
-
-def requested(root: Path, run: str | None, given: dict[str, Any], skip: int | None) -> Measurement:
-    """What to measure, without formats: of a run, or of a model by the options of OF_MODEL. Raises ConfigError and
-    RunError."""
-    from binade.collector.training.measure import Measurement, unread
-    from binade.data.runs import CHECKPOINTS, read_run
-
-    if run is None:
-        base = RunConfig()
-        if "size" not in given and replace(base, **given).has_path:
-            given["size"] = Size.FULL
-        return Measurement(plan(replace(base, **given)), (), skip=skip or 0)
-    if wrong := [name for name in ("model", "size", "layers", "vocab_size", "seed") if name in given]:
-        raise ConfigError(f"{declared(RunConfig)[wrong[0]].flag} is that of {run}: leave it out, or leave out the run")
-    run_info = read_run(root / Path(run).name)
-    config = trained_config(run_info.config)
-    weights = run_info.directory if (run_info.directory / CHECKPOINTS).is_dir() else None
-    changes: dict[str, Any] = {"tp": 1, "dp": 1, "sequence_parallel": False, "backend": BackendName.AUTO}
-    used = replace(config, recipe="bf16", **changes | given)
-    apart = used.dataset == config.dataset and skip is None
-    where = unread(plan(config), used.sequence_length) if apart else {"skip": skip or 0}
-    return Measurement(plan(used), (), weights=weights, **where)
+    print_text(f"{finished.run_id}: {len(rows):,} groups and formats measured")
 
 
 def described(rows: Iterable[Measured]) -> str:
@@ -113,22 +76,10 @@ def _effect(row: Measured) -> float:
     return row.divergence.value if row.divergences else row.change.value
 
 
-def words_of(known: tuple[str, ...]) -> Any:
-    """The type of an option: a list of these words."""
-
-    def read(text: str) -> tuple[str, ...]:
-        words = names(text)
-        if not words or set(words) - set(known):
-            raise click.BadParameter(f"{text!r}: expected {', '.join(known)}, separated by commas")
-        return words
-
-    return read
-
-
 def _params() -> list[click.Parameter]:
-    what, options = "What is measured", declared(RunConfig)
+    what = "What is measured"
     return [
-        click.Argument(["run"], required=False, metavar="[RUN]"),
+        click.Argument(["model"], required=False, metavar="[MODEL]"),
         CliOption(["--formats"], type=names, default="mxfp4,nvfp4,mxfp8", metavar="A,B,...", title=what,
                help="Formats, or recipes by name or path  [default: mxfp4,nvfp4,mxfp8]"),
         CliOption(["--by"], type=words_of(BY), default="part,site", metavar="A,B,...", title=what,
@@ -137,12 +88,8 @@ def _params() -> list[click.Parameter]:
                    "[default: part,site]"),
         CliOption(["--parts"], type=words_of(tuple(PARTS)), default="linear", metavar="A,B,...", title=what,
                help=f"{', '.join(PARTS)}  [default: linear]"),
-        CliOption(["--sequences"], type=click.IntRange(1, 1_000_000), default=8, metavar="N", title=what,
-               help="Sequences that are evaluated  [default: 8]"),
-        CliOption(["--skip"], type=click.IntRange(0, 10**9), default=None, metavar="N", title=what,
-               help="Leave out the first N sequences of the data  [default: those that RUN trains on, else 0]"),
         CliOption(["--dry-run"], is_flag=True, title=what, help="Print how many passes it takes and about how long"),
-        *(click_option(options[name], options[name].default) for name in OF_MODEL),
+        *source_params(),
         root_option(),
     ]  # fmt: skip
 

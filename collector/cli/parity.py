@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from math import isfinite, isnan, nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from binade.collector.cli.console import console
-from binade.collector.cli.measure import BY, OF_MODEL, requested, words_of
-from binade.collector.cli.options import click_option
+from binade.collector.cli.experiment_options import BY, source_of, source_params, words_of
 from binade.collector.cli.output import (
     NOTHING,
     TextTable,
@@ -27,8 +24,6 @@ from binade.collector.cli.output import (
 )
 from binade.collector.errors import ConfigError
 from binade.collector.recipes.recipe import BF16
-from binade.collector.settings import declared
-from binade.collector.training.config import RunConfig
 from binade.data.text import counted, markdown_text, number_text
 from binade.terminal import CliOption, Command, one_line, print_text, resolve_root, root_option
 
@@ -36,11 +31,11 @@ if TYPE_CHECKING:
     from binade.collector.imports.rollouts import Rollouts
     from binade.data.evidence import Estimate
     from binade.data.parity import Policies, Row
-    from binade.data.parity_results import GroupGap, Parity, Replay
+    from binade.data.parity_results import GroupGap, Replay
     from binade.data.routing import Routing
 
 VALUES = ("over_tokens", "over_sequences", "median_of_tokens", "median_of_sequences")
-DEFAULT_BY, SEQUENCES = ("part", "site"), 8
+DEFAULT_BY = ("part", "site")
 BY_STEP = ("k3", "abs_logprob", "abs_prob", "pearson", "chi2_token", "chi2_sequence")
 """The quantities of the table by step: those that tools plot."""
 LEGEND = (
@@ -59,7 +54,7 @@ OF_TEXT = (
 
 
 def _parity(
-    files: tuple[Path, ...],
+    what: tuple[str, ...],
     rollout: str | None,
     root: str | None,
     kind: str,
@@ -72,63 +67,75 @@ def _parity(
     FILE is a dump of both policies' log-probabilities: train_data_step*.jsonl of NeMo-RL, token_exports/step_*/*.jsonl
     of prime-rl, or the torch file of --save-debug-train-data of slime or miles.
 
-    With --rollout, a model scores the tokens of a text under two recipes instead. Then each group of products is
-    rounded alone as for the rollout, which shows what causes the difference. The result is a run in the root, which the
-    app shows; that of FILE is one with --save.
+    With --rollout, MODEL scores the tokens of a text under two recipes instead. Then each group of products is
+    rounded alone as for the rollout, which shows what causes the difference. MODEL is a run, a directory or GGUF file
+    with a checkpoint, or the name of a model. The result is a run in the root, which the app shows; that of FILE is one
+    with --save.
     """
     changed = {name: value for name, value in given.items() if value is not None}
     if rollout is not None:
-        if files:
-            raise click.UsageError("FILE and --rollout contradict each other: give dumps, or two recipes")
-        _of_recipes(rollout, changed, root, kind, output)
+        if len(what) > 1:
+            raise click.UsageError(f"--rollout takes one model, not {len(what)}: give dumps, or two recipes on a model")
+        _of_recipes(rollout, next(iter(what), None), changed, root, kind, output)
         return
     if changed:
         raise click.UsageError("--rollout is missing: the other options need the recipe that it names")
-    if not files:
+    if not what:
         raise click.UsageError("FILE is missing: give dumps of log-probabilities, or --rollout RECIPE")
     from binade.collector.imports.rollouts import read_rollouts
 
+    files = [Path(name) for name in what]
     where = _writable(root) if save else None
     rollouts = read_rollouts(files)
     text = _csv(rollouts) if kind == "csv" else _document(rollouts, kind)
     print_or_write(text, output, "the table was")
     if where:
-        _save(where, *_of_dumps(files, rollouts), quiet=kind == "csv" and output is None)
+        from binade.collector.imports.rollouts import save_rollouts
+
+        _name(save_rollouts(where, files, rollouts), kind == "csv" and output is None)
 
 
 # Of two recipes
 
 
-def _of_recipes(rollout: str, given: dict[str, Any], root: str | None, kind: str, output: Path | None) -> None:
+def _of_recipes(
+    rollout: str, model: str | None, given: dict[str, Any], root: str | None, kind: str, output: Path | None
+) -> None:
     """given: the options that have a value, without those of every command."""
-    from binade.collector.training.parity import measure_parity
-    from binade.data.parity_results import findings, replay, routing_findings
+    from binade.collector.experiment.experiment import ExperimentRequest, run_experiment
+    from binade.data.parity_results import findings, read_gaps, replay, routing_findings
     from binade.data.routing import LEGEND as LEGEND_OF_ROUTING
+    from binade.data.routing import read_routing
 
-    train, run, skip = given.pop("train", BF16), given.pop("run", None), given.pop("skip", None)
+    train, operands, by = given.pop("train", BF16), given.pop("operands", False), given.pop("by", DEFAULT_BY)
     if rollout == train:
         raise ConfigError(f"--rollout and --train are both {rollout}: give two recipes")
-    where, operands = _writable(root), given.pop("operands", False)
-    chosen = {"by": given.pop("by", DEFAULT_BY), "sequences": given.pop("sequences", SEQUENCES)}
-    asked = replace(requested(where, run, given, skip), formats=(rollout, train), parts=(), **chosen)
-    facts: list[str] = []
+    where = _writable(root)
+    source = source_of(where, model, given)
+    request = ExperimentRequest(source, (rollout,), by, (), train, operands)
     with console("parity", "pass") as shown:
-        measured = measure_parity(asked, operands, say=facts.append, done=shown.progress)
-    gaps, result = measured.gaps, measured.result
-    heading = f"{asked.plan.config.model_title}: rollout {rollout}, training {train}; {'; '.join(facts)}"
+        finished = run_experiment(request, where, progress=shown.progress)
+    gaps = read_gaps(finished.directory)
+    records = [gap.record for gap in gaps]
+    described = "; ".join(finished.described)
+    heading = f"{source.plan.config.model_title}: rollout {rollout}, training {train}; {described}"
     if kind == "csv":
-        text = csv_text([{"group": gap.record.name} | row for gap in gaps for row in csv_rows(gap.policies)])
+        rows = (
+            {"group": gap.name} | row
+            for gap, each in zip(records, gaps, strict=True)
+            for row in csv_rows(each.policies)
+        )
+        text = csv_text(list(rows))
     else:
-        tables = [_table(gaps[0].policies), _causes(result.gaps)]
-        notes: list[str] = [*findings(result.gaps), *OF_TEXT]
-        if routed := result.routing:
-            tables += [_routing(routed), _replay(replay(result.gaps[0], routed))]
-            notes += [*routing_findings(result.gaps[0], routed), LEGEND_OF_ROUTING]
+        tables = [_table(gaps[0].policies), _causes(records)]
+        notes: list[str] = [*findings(records), *OF_TEXT]
+        if routed := read_routing(finished.directory):
+            tables += [_routing(routed), _replay(replay(records[0], routed))]
+            notes += [*routing_findings(records[0], routed), LEGEND_OF_ROUTING]
             notes += [f"Not measured: {name} does not choose experts by torch.topk." for name in routed.left_out]
         text = document(heading, tables, notes, kind)
     print_or_write(text, output, "the tables were")
-    label = f"parity_{asked.plan.config.model_name}"
-    _save(where, label, measured.facts, result, quiet=kind == "csv" and output is None)
+    _name(finished.run_id, quiet=kind == "csv" and output is None)
 
 
 def _writable(root: str | None) -> Path:
@@ -139,11 +146,8 @@ def _writable(root: str | None) -> Path:
     return resolve_root(root)
 
 
-def _save(root: Path, label: str, facts: dict[str, Any], result: Parity, quiet: bool) -> None:
-    """Keep a result as a run, and name it. quiet: the output is for a program."""
-    from binade.data.parity_results import save_parity
-
-    run_id = save_parity(root, label, facts, result)
+def _name(run_id: str, quiet: bool) -> None:
+    """Name the run that has a result. quiet: the output is for a program."""
     if not quiet:
         print_text(f"run {run_id}: Runs › Cost of the app shows it")
 
@@ -209,24 +213,6 @@ def _quantities_of(rollouts: Sequence[Rollouts]) -> list[tuple[str, str, Policie
     tools = ", ".join(dict.fromkeys(rollout.tool for rollout in rollouts))
     whole = (tools, "all", joined([rollout.policies for rollout in rollouts]))
     return [whole, *((rollout.tool, rollout.step, rollout.policies) for rollout in rollouts if len(rollouts) > 1)]
-
-
-def _of_dumps(files: Iterable[Path], rollouts: Sequence[Rollouts]) -> tuple[str, dict[str, Any], Parity]:
-    """(the label of a run, what its run.json says, the result)."""
-    from binade.data.parity import abs_logprob
-    from binade.data.parity_results import ALL, GroupGap, Parity, ParityStep
-
-    (tools, _, whole), *steps = _quantities_of(rollouts)
-    kept = (ParityStep.of(ALL, whole), *(ParityStep.of(step, pair) for _, step, pair in steps))
-    gap = GroupGap("", None, None, "", True, tuple(whole.means(abs_logprob(whole)).tolist()))
-    digests = sorted(map(_digest, files))
-    facts = {"files": [str(path) for path in files], "measures": {"sha256": digests}}
-    return f"parity_{tools}", facts, Parity("rollout engine", "trainer", tools, kept, (gap,))
-
-
-def _digest(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _document(rollouts: Sequence[Rollouts], kind: str) -> str:
@@ -308,9 +294,9 @@ def csv_rows(pair: Policies) -> Iterator[dict[str, object]]:
 
 
 def _params() -> list[click.Parameter]:
-    recipes, options = "Two recipes on a model", declared(RunConfig)
+    recipes = "Two recipes on a model"
     return [
-        click.Argument(["files"], nargs=-1, type=click.Path(path_type=Path), metavar="[FILE]..."),
+        click.Argument(["what"], nargs=-1, metavar="[FILE... | MODEL]"),
         *output_options(),
         CliOption(["--save"], is_flag=True, help="Keep the result of FILE as a run in the root"),
         root_option(),
@@ -318,19 +304,12 @@ def _params() -> list[click.Parameter]:
                help="Compare this recipe or format with that of --train, instead of reading FILE"),
         CliOption(["--train"], metavar="RECIPE", title=recipes,
                help="Recipe or format of the training  [default: bf16]"),
-        CliOption(["--run"], metavar="RUN", title=recipes,
-               help="Use the model and data of a run, the weights of its last checkpoint if it has one, and sequences "
-                    "that it does not train on"),
         CliOption(["--by"], type=words_of(BY), metavar="A,B,...", title=recipes,
                help="What is changed together, as in binade measure: part, layer, module, site  "
                     f"[default: {','.join(DEFAULT_BY)}]"),
         CliOption(["--operands"], is_flag=True, flag_value=True, default=None, type=bool, title=recipes,
                help="Also change the two operands of each group one at a time, such as input and weight"),
-        CliOption(["--sequences"], type=click.IntRange(1, 1_000_000), metavar="N", title=recipes,
-               help=f"Sequences that are evaluated  [default: {SEQUENCES}]"),
-        CliOption(["--skip"], type=click.IntRange(0, 10**9), metavar="N", title=recipes,
-               help="Leave out the first N sequences of the data  [default: those that RUN trains on, else 0]"),
-        *(click_option(options[name], options[name].default) for name in OF_MODEL),
+        *source_params(),
     ]  # fmt: skip
 
 
@@ -338,6 +317,6 @@ parity = Command(
     "parity",
     params=_params(),
     callback=_parity,
-    cancelled="cancelled; nothing was kept",
+    cancelled="cancelled; what was measured is kept, and the same command continues",
     failed="the parity cannot be measured",
 )

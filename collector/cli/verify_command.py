@@ -6,10 +6,10 @@ import click
 
 from binade.collector.cli.console import console
 from binade.data.text import counted
-from binade.terminal import FAILED, Command, one_line, print_text, resolve_root
+from binade.terminal import FAILED, CliOption, Command, one_line, print_text, resolve_root
 
 
-def _verify(root: str | None, runs: tuple[str, ...]) -> int:
+def _verify(root: str | None, runs: tuple[str, ...], convert: bool) -> int:
     """Compare every file of the runs with its checksum.
 
     ROOT is the directory that contains the runs  [default: $TENSOR_SAVE_DIR, else data/runs].
@@ -18,6 +18,11 @@ def _verify(root: str | None, runs: tuple[str, ...]) -> int:
     """
     from binade.data.verify import verify  # imports pyarrow
 
+    if convert:
+        from binade.data.convert import convert_effects
+
+        for run_id in convert_effects(resolve_root(root), runs):
+            print_text(f"converted: {run_id}")
     with console("verify", "segment") as shown:
         verified = verify(
             resolve_root(root), runs, lambda line: shown.print(f"damaged: {one_line(line)}"), done=shown.progress
@@ -35,6 +40,7 @@ verify = Command(
     params=[
         click.Argument(["root"], required=False, metavar="[ROOT]"),
         click.Argument(["runs"], nargs=-1, metavar="[RUN ...]"),
+        CliOption(["--convert"], is_flag=True, help="First convert effects.jsonl of earlier versions into experiments"),
     ],
     callback=_verify,
     cancelled="cancelled: not every file was read",

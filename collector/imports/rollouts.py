@@ -23,8 +23,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from binade.collector.errors import ConfigError, raising
-from binade.data.parity import Policies
-from binade.data.store import TensorFileError, regular
+from binade.data.continued import continued_run
+from binade.data.experiment import EXPERIMENT, SAME, BatchResult, ExperimentWriter, TreatmentKey, read_results
+from binade.data.parity import Floats, Policies
+from binade.data.parity_results import TRAINER
+from binade.data.runs import DONE
+from binade.data.store import TensorFileError, regular, sha256
 
 Record = Mapping[str, Any]
 TORCH = (b"PK\x03\x04", b"\x80")  # how the files of torch.save begin
@@ -41,11 +45,17 @@ class RolloutSequence(NamedTuple):
 
 @dataclass(frozen=True)
 class Rollouts:
-    """The tokens of one step. step: its number as text, or the name of the file."""
+    """The tokens of one step.
+
+    step               its number as text, or the name of the file
+    rollout, training  the log-probabilities of the tokens that count, of each sequence
+    """
 
     tool: str
     step: str
     policies: Policies
+    rollout: tuple[Floats, ...]
+    training: tuple[Floats, ...]
 
 
 @dataclass(frozen=True)
@@ -77,14 +87,48 @@ def read_rollouts(paths: Iterable[Path]) -> list[Rollouts]:
     rollouts = []
     for (tool, step), sequences in samples.items():
         with raising(ConfigError, f"{tool}, step {step}", ValueError):
-            rollouts.append(Rollouts(tool, step, _policies(sequences)))
+            rollouts.append(_rollouts(tool, step, sequences))
     return rollouts
 
 
-def _policies(samples: Sequence[RolloutSequence]) -> Policies:
+def save_rollouts(root: Path, paths: Sequence[Path], rollouts: Sequence[Rollouts]) -> str:
+    """Write log-probabilities as an experiment, or in place of that of the same files: the base has those of the
+    trainer, the treatment those of the rollout engine, and a batch is a step. Returns the run's id. Raises RunError,
+    ReadOnlyError and OSError."""
+    tools = ", ".join(dict.fromkeys(rollout.tool for rollout in rollouts))
+    facts = {"files": [str(path) for path in paths], "steps": [rollout.step for rollout in rollouts],
+             "measures": {"sha256": sorted(map(sha256, paths))}, "kind": EXPERIMENT,
+             "compares": f"dumps of {tools}"}  # fmt: skip
+    with continued_run(root, f"parity_{tools}", facts, SAME, "log-probabilities are being saved") as (writer, _):
+        known = {result.place for result in read_results(writer.directory)}
+        results = ExperimentWriter(writer.directory)
+        for number, rollout in enumerate(rollouts):
+            for result in _results(tools, number, rollout):
+                if result.place not in known:
+                    results.add(result)
+        writer.finish(DONE)
+    return writer.run_id
+
+
+def _results(tool: str, step: int, rollout: Rollouts) -> Iterator[BatchResult]:
+    """The base and the treatment of a step."""
+    for key, sequences in ((TRAINER, rollout.training), (TreatmentKey(tool, base=TRAINER), rollout.rollout)):
+        losses = tuple(-float(x.mean()) for x in sequences)
+        yield BatchResult(key, step, losses, tuple(map(len, sequences)), logprobs=sequences)
+
+
+def _rollouts(tool: str, step: str, samples: Sequence[RolloutSequence]) -> Rollouts:
+    """Raises ValueError as `Policies.of`."""
     rollout, training, mask = (np.concatenate([np.asarray(sample[at], float) for sample in samples]) for at in range(3))
-    lengths = [len(sample.mask) for sample in samples]
-    return Policies.of(rollout, training, mask, np.repeat(np.arange(len(samples)), lengths))
+    bounds = np.cumsum([len(sample.mask) for sample in samples])[:-1]
+    sequence = np.repeat(np.arange(len(samples)), [len(sample.mask) for sample in samples])
+    policies = Policies.of(rollout, training, mask, sequence)
+    counts = np.split(mask > 0, bounds)
+    of_rollout, of_training = (
+        tuple(x[own] for x, own in zip(np.split(column, bounds), counts, strict=True) if own.any())
+        for column in (rollout, training)
+    )
+    return Rollouts(tool, step, policies, of_rollout, of_training)
 
 
 def _read(path: Path) -> Iterator[tuple[str, str, RolloutSequence]]:

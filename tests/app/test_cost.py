@@ -20,9 +20,9 @@ from binade.collector import Recorder, instrument, jobs
 from binade.collector.jobs import queue
 from binade.collector.recipes.files import read_recipe
 from binade.data.catalog import Catalog
-from binade.data.effects import Effect, EffectGroup, append_effect
-from binade.data.parity import Policies
-from binade.data.parity_results import ALL, FILE, GroupGap, Parity, ParityStep, read_parity, save_parity
+from binade.data.experiment import EffectGroup, experiment_files
+from binade.data.parity import Policies, joined
+from binade.data.parity_results import ALL, GroupGap, Parity, ParityStep, read_parity
 from binade.data.routing import RoutedLayer, Routing
 from binade.data.runs import DONE, RunError, RunWriter, first_step, list_runs
 from binade.data.verify import verify
@@ -31,6 +31,7 @@ from tests.app.planted import drawn
 from tests.app.test_pages import Visit, rerun, words
 from tests.collector.small_model import batch, build
 from tests.collector.test_jobs import end_all
+from tests.data.experiments import Effect, append_effect, save_parity
 
 SEQUENCES, TOKENS = 6, 50
 
@@ -40,6 +41,9 @@ def policies(size: float, seed: int = 0) -> Policies:
     training = -random.exponential(2.0, (SEQUENCES, TOKENS)) - 0.5
     rollout = training + size * random.uniform(-1, 1, training.shape)
     return Policies.of(rollout, training, np.ones(training.shape), np.arange(SEQUENCES)[:, None] + 0 * training)
+
+
+STEPS = [policies(0.1 * step, step) for step in (1, 2, 3)]
 
 
 def group(layer: int, module: str, pair: Policies) -> GroupGap:
@@ -56,31 +60,32 @@ def of_recipes() -> Parity:
 
 
 def of_dumps() -> Parity:
-    steps = [policies(0.1 * step, step) for step in (1, 2, 3)]
-    kept = [ParityStep.of(str(step), pair) for step, pair in enumerate(steps, 10)]
-    gap = GroupGap("", None, None, "", True, tuple(steps[0].means(np.abs(steps[0].d)).tolist()))
-    return Parity("rollout engine", "trainer", "NeMo-RL", (ParityStep.of(ALL, steps[0]), *kept), (gap,))
+    kept = [ParityStep.of(str(step), pair) for step, pair in enumerate(STEPS, 10)]
+    whole = joined(STEPS)
+    gap = GroupGap("", None, None, "", True, tuple(whole.means(np.abs(whole.d)).tolist()))
+    return Parity("rollout engine", "trainer", "NeMo-RL", (ParityStep.of(ALL, whole), *kept), (gap,))
 
 
 def saved(root: Path, result: Parity, name: str = "a") -> str:
-    return save_parity(root, "parity", {"measures": {"name": name}}, result)
+    return save_parity(root, "parity", {"measures": {"name": name}}, result, STEPS if result.tool else [policies(0.4)])
 
 
 def test_what_is_kept_is_what_was_measured(tmp_path: Path):
     endless = Policies.of(np.array([-1.0, -800.0]), np.array([-800.0, -1.0]), np.ones(2), np.zeros(2))
     result = Parity("a", "b", "", (ParityStep.of(ALL, endless),), (GroupGap("", None, None, "", True, (799.0,)),))
-    run_id = saved(tmp_path, result)
+    run_id = save_parity(tmp_path, "parity", {"measures": {}}, result, [endless])
     found = read_parity(tmp_path / run_id)
     assert found == result and np.inf in [value.over_tokens for value in found.steps[0].values]
-    assert saved(tmp_path, of_recipes()) == run_id and read_parity(tmp_path / run_id) == of_recipes()
-    assert saved(tmp_path, of_recipes(), "b") != run_id
+    run_id = saved(tmp_path, of_dumps())
+    assert read_parity(tmp_path / run_id) == of_dumps()
     assert read_parity(tmp_path) is None
-    path = tmp_path / run_id / FILE
-    path.write_bytes(path.read_bytes().replace(b"mxfp4", b"mxfp8"))
+    for name in experiment_files(tmp_path / run_id):
+        path = tmp_path / run_id / name
+        path.write_bytes(path.read_bytes()[:-1] + b"2")
     with pytest.raises(RunError, match="CRC-32"):
         read_parity(tmp_path / run_id)
     with Catalog.open(tmp_path) as catalog:
-        assert any("parity" in line and run_id in line for line in catalog.refused)
+        assert any("results" in line and run_id in line for line in catalog.refused)
         assert "CRC-32" in drawn(COST, catalog, measured=run_id).problems[0]
     assert [line for line in verify(tmp_path).damaged if run_id in line and "CRC-32" in line]
 
@@ -139,7 +144,7 @@ def test_several_measurements_can_be_chosen(tmp_path: Path):
 def test_routers_have_a_table_and_a_sentence_says_what_replayed_routes_change(tmp_path: Path):
     random, whole = np.random.default_rng(0), of_recipes()
     layers = tuple(
-        RoutedLayer(layer, "router", 16, 2, tuple(random.uniform(0, 0.3, SEQUENCES)), (0.9,) * SEQUENCES,
+        RoutedLayer(layer, "router", 16, 2, tuple(random.integers(0, 15, SEQUENCES) / TOKENS), (0.9,) * SEQUENCES,
                     (0.05,) * SEQUENCES, 0.01, 0.001)
         for layer in (2, 3)
     )  # fmt: skip
@@ -193,7 +198,7 @@ def test_a_root_without_a_measurement_says_what_to_do(tmp_path: Path):
 
 def measured(root: Path, changes: dict[tuple[str, EffectGroup], np.ndarray]) -> str:
     """A run of `binade measure` of these changes of the loss, in two batches."""
-    run = RunWriter.create(root, "measure", {"kind": "measure", "model": "toy"})
+    run = RunWriter.create(root, "measure", {"kind": "experiment", "model": "toy"})
     for (fmt, group), values in changes.items():
         for number, part in enumerate(np.split(values, 2)):
             exact = tuple((5 + 0 * part).tolist())

@@ -16,13 +16,14 @@ from binade.collector.recipes.files import to_toml
 from binade.collector.recipes.parse import parse_recipe
 from binade.data.catalog import Catalog
 from binade.data.comparison import RECIPE_FIELDS
-from binade.data.effects import Effect, append_effect, recipe_sha256
+from binade.data.effects import recipe_sha256
 from binade.data.runs import DONE, RunWriter
 from tests.app import roots
 from tests.app.test_gap_bands import train
 from tests.app.test_pages import Visit, rerun
 from tests.collector.test_jobs import end_all
 from tests.data.builder import CONFIG
+from tests.data.experiments import Effect, append_effect
 
 pytestmark = pytest.mark.slow
 LOSS = View("runs", {"view": ["recipes"], "of": ["cost"]})
@@ -32,7 +33,7 @@ EXACT, ROUNDED = (5.0, 5.2, 4.9, 5.1), (5.3, 5.6, 5.1, 5.5)
 def measured(root: Path, recipe: str, group: str, seed: int = 0, **config: object) -> None:
     """A run of `binade measure` with weights drawn with a seed."""
     known = {name: CONFIG[name] for name in ("model", "size", "dataset")}
-    run = RunWriter.create(root, "measure", known | {"kind": "measure", "seed": seed} | config)
+    run = RunWriter.create(root, "measure", known | {"kind": "experiment", "seed": seed} | config)
     sha256 = recipe_sha256(to_toml(parse_recipe(recipe)))
     append_effect(run.directory, Effect(0, recipe, group, None, None, EXACT, ROUNDED, recipe_sha256=sha256))
     run.finish(DONE)
@@ -116,7 +117,7 @@ def test_a_queued_measurement_is_made_and_its_job_is_done(tmp_path: Path):
 
     serve(root)
     view = jobs.view_of(root, job)
-    assert (view.state, view.reason) == (jobs.JobState.DONE, None) and view.run.config["kind"] == "measure"
+    assert (view.state, view.reason) == (jobs.JobState.DONE, None) and view.run.config["kind"] == "experiment"
     assert view.run.run_id == job.run_id
     with Catalog.open(root) as opened:
         effects = opened.effects([run.name])

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import pyarrow.parquet as pq
 import pytest
 from scipy import stats
 
@@ -69,15 +69,16 @@ def test_no_choice_is_cheaper(seed):
 
 
 def test_costs_are_the_measured_effects_and_the_noises_that_were_recorded(measured_root, found):
-    """The effects as the lines of effects.jsonl have them; the noise of a backward operand from its score."""
-    (path,) = measured_root.glob("*/effects.jsonl")
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    """The effects from the rows of the experiment; the noise of a backward operand from its score."""
+    (path,) = measured_root.glob("*/experiment/results-*.parquet")
+    lines = pq.read_table(path).to_pylist()
+    exact = {(line["batch"], line["sequence"]): line["loss"] for line in lines if line["base"] is None}
     sums: dict[tuple[str, int, str], list[float]] = {}
     divergences: dict[tuple[str, int, str], list[float]] = {}
-    for line in lines:
-        key = line["format"], line["layer_index"], line["module"]
-        sums.setdefault(key, []).extend(np.subtract(line["losses"], line["exact"]))
-        divergences.setdefault(key, []).extend(line["divergences"])
+    for line in (line for line in lines if line["base"]):
+        key = line["text"], line["layer_index"], line["module"]
+        sums.setdefault(key, []).append(line["loss"] - exact[line["batch"], line["sequence"]])
+        divergences.setdefault(key, []).append(line["kl"])
     groups = found.forward[found.forward["spec"] != "bf16"].groupby(["spec", "layer_index", "module"])
     assert len(groups) == 3 * 2 * 4 and found.sequences == 4 and found.unmeasured == ()
     for key, rows in groups:

@@ -24,7 +24,7 @@ from binade.collector.training.held_out import hold_out, open_batches
 from binade.collector.training.loop import open_stream
 from binade.collector.training.plan import Plan, plan
 from binade.data.difference import difference
-from binade.data.effects import read_effects
+from binade.data.experiment import read_results
 from binade.data.held_out import read_held_out
 from binade.data.runs import RunInfo, list_runs
 from binade.data.verify import verify
@@ -136,7 +136,6 @@ def test_what_a_run_holds_out_is_measured(root: Path, tmp_path: Path, capfd: pyt
     assert main([*line, "--sequences", "5"]) == 0
     assert "5 sequences of 32 tokens that the run holds out" in capfd.readouterr().out
     (measured,) = (tmp_path / name for name in os.listdir(tmp_path) if "measure" in name)
-    effects = [effect for effect in read_effects(measured) if effect.group.part == "linear"]
     planned, dataset = opened(sequence_length=32, evaluate_sequences=5)
     model = GPTModel(planned.shape)
     saved = torch.load(bf16.directory / "checkpoints" / "00000004" / "rank00.pt", weights_only=True)
@@ -144,7 +143,9 @@ def test_what_a_run_holds_out_is_measured(root: Path, tmp_path: Path, capfd: pyt
     with torch.no_grad():
         batches = hold_out(planned, dataset).batches(planned.config, 5, torch.device("cpu"))
         own = [float(F.cross_entropy(model(x).flatten(0, 1), y.flatten())) for x, y in batches]
-    assert [loss for effect in effects for loss in effect.exact] == pytest.approx(own, rel=1e-6)
+    assert [loss for each in read_results(measured) if each.key.base is None for loss in each.losses] == pytest.approx(
+        own, rel=1e-6
+    )
 
 
 def test_a_killed_run_has_the_same_evaluations(root: Path, tmp_path: Path):

@@ -9,12 +9,13 @@ import torch
 import torch.nn.functional as F
 
 from binade.collector import instrument
-from binade.collector.capture import effects
 from binade.collector.datasets.loading import open_dataset
 from binade.collector.datasets.samples import open_samples
+from binade.collector.experiment.evaluator import Evaluator
 from binade.collector.models.model import GPTModel
 from binade.collector.models.registry import MODELS
-from binade.data.effects import FILE, merged, read_effects
+from binade.data.effects import measured_effects
+from binade.data.experiment import BatchResult, read_results
 from binade.data.runs import CANCELLED, DONE, list_runs
 from tests.collector.cli.test_cli import one_line
 from tests.collector.conftest import SMALL
@@ -22,16 +23,16 @@ from tests.collector.conftest import SMALL
 MODEL = ("--layers", "2", "--sequence-length", "32", "--micro-batch-size", "2")
 
 
-def rows(root: Path) -> list:
-    (run,) = [run for run in list_runs(root)[0] if run.config.get("kind") == "measure"]
-    return read_effects(run.directory)
+def rows(root: Path) -> list[BatchResult]:
+    (run,) = [run for run in list_runs(root)[0] if run.config.get("kind") == "experiment"]
+    return read_results(run.directory)
 
 
 def test_the_command_evaluates_what_it_says(command, tmp_path, capsys):
     """The seed's weights, and the sequences after those that are left out."""
     arguments = ("--sequences", "3", "--skip", "2", "--formats", "mxfp4", "--by", "part")
     assert command("measure", *MODEL, *arguments) == 0
-    (found,) = merged(rows(tmp_path / "runs"))
+    (found,) = measured_effects(rows(tmp_path / "runs"))
     shape = MODELS["llama32-1b"]["tiny"]
     model = GPTModel(type(shape)(**{**vars(shape), "layers": 2}))
     model.initialize(1234)
@@ -54,27 +55,25 @@ def test_an_interrupted_measurement_is_continued(command, tmp_path, monkeypatch,
     arguments = ("measure", *MODEL, "--sequences", "4", "--formats", "mxfp4,nvfp4")
     assert command(*arguments, "--tensor-save-dir", str(tmp_path / "whole")) == 0
     passes: list[object] = []
-    rounded = effects.EffectMeter.rounded
+    evaluate = Evaluator.evaluate
 
     def counted(*given):
         passes.append(given[1:])
         if len(passes) == 7:
             raise KeyboardInterrupt
-        return rounded(*given)
+        return evaluate(*given)
 
-    monkeypatch.setattr(effects.EffectMeter, "rounded", counted)
+    monkeypatch.setattr(Evaluator, "evaluate", counted)
     assert command(*arguments) == 130
     (run,) = list_runs(tmp_path / "runs")[0]
-    assert run.status.state == CANCELLED and len(read_effects(run.directory)) == 6
-    with open(run.directory / FILE, "ab") as file:
-        file.write(b'{"batch": 0, "for')  # as a kill leaves it
+    assert run.status.state == CANCELLED and len(read_results(run.directory)) == 1 + 6  # the base
     assert command(*arguments) == 0
     assert "continued after 6 measurements" in capsys.readouterr().out
     (again,) = list_runs(tmp_path / "runs")[0]
-    found, whole = read_effects(again.directory), rows(tmp_path / "whole")
+    found, whole = read_results(again.directory), rows(tmp_path / "whole")
     assert again.run_id == run.run_id and again.status.state == DONE
-    assert len(passes) == len(whole) + 1  # the interrupted one
-    assert [(each.group, each.losses) for each in found] == [(each.group, each.losses) for each in whole]
+    assert len(passes) == len([each for each in whole if each.key.base]) + 1  # the interrupted one
+    assert [(each.key, each.losses) for each in found] == [(each.key, each.losses) for each in whole]
 
 
 @pytest.mark.slow
@@ -82,7 +81,7 @@ def test_a_run_is_measured_with_its_checkpoint_on_sequences_that_it_does_not_tra
     run = collect("--train-iters", "2", "--checkpoint-every", "2", "--learning-rate", "0.1", "--micro-batches", "2")
     assert command("measure", run.run_id, "--sequences", "2", "--formats", "mxfp4", "--by", "part") == 0
     (measured,) = [each for each in list_runs(tmp_path / "runs")[0] if each.run_id != run.run_id]
-    (found,) = merged(read_effects(measured.directory))
+    (found,) = measured_effects(read_results(measured.directory))
     state = torch.load(run.directory / "checkpoints" / "00000002" / "rank00.pt", weights_only=True)["model"]
     shape = MODELS["llama32-1b"]["tiny"]
     model = GPTModel(type(shape)(**{**vars(shape), "layers": 1}))
@@ -107,10 +106,10 @@ def test_a_file_that_has_changed_is_measured_again(command, tmp_path, capsys):
     for fmt in ("mxfp4", "mxfp8", "mxfp8"):
         path.write_text(f'[linear]\nforward = "{fmt}"\n')
         assert command(*arguments) == 0
-    changed, again = merged(rows(tmp_path / "runs"))
+    changed, again = measured_effects(rows(tmp_path / "runs"))
     assert changed.format == again.format and changed.changes != again.changes
     assert command(*arguments[:-4], "--formats", "mxfp8", "--by", "part") == 0
-    assert merged(rows(tmp_path / "runs"))[-1].changes == again.changes
+    assert measured_effects(rows(tmp_path / "runs"))[-1].changes == again.changes
 
 
 WRONG = {
@@ -119,18 +118,16 @@ WRONG = {
     "part": (("--parts", "heads"), "heads"),
     "granularity": (("--by", "head"), "head"),
     "router": (("--parts", "router"), "router"),
-    "model": (("--model", "llama99"), "llama99"),
+    "model": (("llama99",), "llama99"),
     "dataset": (("--dataset", "wikipdia"), "wikipdia"),
     "length": (("--sequence-length", "1000000"), "--sequence-length"),
-    "run": (("no_such_run",), "no_such_run"),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_input_is_one_line_and_nothing_is_written(command, tmp_path, capsys, name):
     arguments, named = WRONG[name]
-    given = arguments if name == "run" else (*SMALL[:2], *arguments)
-    assert command("measure", *given) in (1, 2)
+    assert command("measure", *SMALL[:2], *arguments) == 2
     err = capsys.readouterr().err
     assert one_line(err) and named in err, err
     assert not list((tmp_path / "runs").glob("2*"))
@@ -148,7 +145,9 @@ def test_the_advisor_measures_and_uses_what_it_measured(command, collect, tmp_pa
     out = capsys.readouterr().out
     assert "measured loss changes add up to" in out and "3 sequences" in out
     assert "All operands in mxfp4: measured together" in out
-    effects = {(each.format, each.group.module): each.change.value for each in merged(rows(tmp_path / "runs"))}
+    effects = {
+        (each.format, each.group.module): each.change.value for each in measured_effects(rows(tmp_path / "runs"))
+    }
     assert len(effects) == 2 * 5  # four modules, and all linear layers
     assert command("advise", *budget) == 0  # what was measured before is used
     assert capsys.readouterr().out == out.partition("measured in ")[2].partition("\n\n")[2]

@@ -10,19 +10,10 @@ import pytest
 from scipy import stats
 
 from binade.data.catalog import Catalog
-from binade.data.effects import (
-    FILE,
-    MEASURE,
-    Effect,
-    EffectGroup,
-    append_effect,
-    check_effects,
-    continue_effects,
-    merged,
-    read_effects,
-    recipe_sha256,
-)
-from binade.data.runs import DONE, RunError, RunWriter
+from binade.data.effects import measured_effects, recipe_sha256
+from binade.data.experiment import EXPERIMENT, EffectGroup, read_results
+from binade.data.runs import DONE, RunWriter
+from tests.data.experiments import Effect, append_effect
 
 FC1 = EffectGroup("linear", 3, "fc1")
 EXACT = ((2.0, 3.0), (2.5,))
@@ -35,14 +26,14 @@ def effect(batch: int, fmt: str = "mxfp4", group: EffectGroup = FC1, rise: float
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunWriter:
-    config = {"model": "mine", "size": "tiny", "seed": 7, "kind": MEASURE}
+    config = {"model": "mine", "size": "tiny", "seed": 7, "kind": EXPERIMENT}
     return RunWriter.create(tmp_path, "measure_mine", config)
 
 
-def test_batches_are_joined_in_their_order_and_count_once(run: RunWriter):
-    for each in (effect(1), effect(0, rise=9.0), effect(0), effect(0, "nvfp4"), effect(0, group=EffectGroup())):
+def test_batches_are_joined_in_their_order(run: RunWriter):
+    for each in (effect(1), effect(0), effect(0, "nvfp4"), effect(0, group=EffectGroup())):
         append_effect(run.directory, each)
-    first, *others = merged(read_effects(run.directory))
+    first, *others = measured_effects(read_results(run.directory))
     assert [(row.format, row.group) for row in others] == [("nvfp4", FC1), ("mxfp4", EffectGroup())]
     assert first.changes == pytest.approx((0.1, 0.2, 0.2)) and first.exact == (2.0, 3.0, 2.5)
     low, high = stats.t.interval(0.95, 2, np.mean(first.changes), stats.sem(first.changes))
@@ -52,7 +43,7 @@ def test_batches_are_joined_in_their_order_and_count_once(run: RunWriter):
 def test_a_file_that_has_changed_is_another_format(run: RunWriter):
     for at, sha256 in ((0, "a"), (1, "a"), (0, "b")):
         append_effect(run.directory, replace(effect(at, "mine.toml"), recipe_sha256=sha256))
-    assert [(len(row.changes), row.recipe_sha256) for row in merged(read_effects(run.directory))] == [
+    assert [(len(row.changes), row.key.recipe_sha256) for row in measured_effects(read_results(run.directory))] == [
         (3, "a"),
         (2, "b"),
     ]
@@ -67,27 +58,6 @@ def test_recipes_that_round_the_same_have_the_same_hash():
     assert recipe_sha256(recipe) == recipe_sha256('title = "mine"\nsource = ["a", "b"]\n' + moved)
     for other in (recipe.replace("90%", "80%"), recipe.replace("nvfp4", "mxfp8"), recipe.partition("\n\n")[0]):
         assert recipe_sha256(other) != recipe_sha256(recipe)
-
-
-def test_a_line_that_a_crash_cut_short_is_measured_again(run: RunWriter):
-    append_effect(run.directory, effect(0))
-    whole = (run.directory / FILE).read_bytes()
-    for end in range(1, len(whole) - 20, 11):
-        (run.directory / FILE).write_bytes(whole + whole[:end])
-        assert continue_effects(run.directory) == [effect(0)]
-        append_effect(run.directory, effect(1))
-        check_effects(run.directory)
-        assert read_effects(run.directory) == [effect(0), effect(1)]
-
-
-def test_a_damaged_line_is_named_and_nothing_is_cut_off(run: RunWriter):
-    for each in (effect(0), effect(1)):
-        append_effect(run.directory, each)
-    damaged = (run.directory / FILE).read_bytes().replace(b"fc1", b"fc2", 1)
-    (run.directory / FILE).write_bytes(damaged)
-    with pytest.raises(RunError, match=r"line 1 of its effects\.jsonl"):
-        continue_effects(run.directory)
-    assert (run.directory / FILE).read_bytes() == damaged
 
 
 def test_the_index_has_the_rows_of_the_same_weights(run: RunWriter):

@@ -18,8 +18,8 @@ from binade.data import bundle
 from binade.data.bundle import BundleError
 from binade.data.catalog import Catalog
 from binade.data.events import Event, EventKind, append_event, check_events, read_events
+from binade.data.experiment import read_results
 from binade.data.held_out import read_held_out
-from binade.data.parity_results import read_parity
 from binade.data.runs import (
     RunError,
     RunNotes,
@@ -47,6 +47,7 @@ def verified(run: Path) -> None:
         raise RunError(damaged[0])
 
 
+RESULTS = "experiment/results-00000-00000000.parquet"
 # A file of a run, and functions that read or write it.
 FILES: dict[str, tuple[Callable[[Path], object], ...]] = {
     "run.json": (read_run, fingerprint),
@@ -56,7 +57,7 @@ FILES: dict[str, tuple[Callable[[Path], object], ...]] = {
     "events.jsonl": (check_events, lambda run: append_event(run, EVENT)),
     "twin.jsonl": (read_twins,),
     "held_out.jsonl": (read_held_out,),
-    "parity.json": (read_parity,),
+    RESULTS: (read_results,),
     f"{SEGMENT}/manifest.json": (verified,),
     f"{SEGMENT}/tensor.parquet": (verified, fingerprint),
     f"{SEGMENT}/sketch.parquet": (verified, fingerprint),
@@ -73,8 +74,10 @@ def run(tmp_path: Path) -> Path:
     append_line(run / "loss.jsonl", b'{"iteration": 0, "loss": 4.0}')
     append_event(run, EVENT)
     change_notes(run, RunNotes("a name"), RunNotes())
-    for name in ("twin.jsonl", "held_out.jsonl", "parity.json"):
+    for name in ("twin.jsonl", "held_out.jsonl"):
         (run / name).write_text("")
+    (run / RESULTS).parent.mkdir()
+    (run / RESULTS).write_text("")
     return run
 
 

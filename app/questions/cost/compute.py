@@ -13,10 +13,11 @@ import pandas as pd
 
 from binade.data import effects, evidence
 from binade.data.catalog import Catalog
-from binade.data.effects import MEASURE, EffectGroup, merged, read_effects
+from binade.data.effects import measured_effects
 from binade.data.evidence import Estimate, Measure, Sentence
+from binade.data.experiment import EXPERIMENT, EffectGroup, read_results
 from binade.data.parity import MEASURES
-from binade.data.parity_results import CHANGE, PARITY, Parity, ParityStep, read_parity
+from binade.data.parity_results import CHANGE, Parity, ParityStep, read_parity
 from binade.data.routing import Routing
 from binade.data.runs import RunError
 from binade.data.text import number_text
@@ -85,9 +86,8 @@ def titles(opened: Catalog) -> dict[str, str]:
     shown = {}
     for run_id, text in opened.runs()[["run_id", "config"]].itertuples(index=False):
         config = json.loads(text)
-        kind = config.get("kind")
-        if kind in (MEASURE, PARITY):
-            of = "Loss" if kind == MEASURE else str(config.get("compares", ""))
+        if config.get("kind") == EXPERIMENT:
+            of = str(config.get("compares") or "Loss")
             shown[str(run_id)] = " · ".join(filter(None, (of, config.get("model"), str(run_id))))
     return shown
 
@@ -100,7 +100,7 @@ def measurement_of(opened: Catalog, run_id: str) -> MeasuredCosts | str:
             gaps = parity.gaps
             costs = (Cost(parity.title, gap.group, gap.name, gap.changes, gap.change, gap.divergence) for gap in gaps)
             return MeasuredCosts(run_id, CHANGE, tuple(costs), parity)
-        measured = merged(read_effects(directory))
+        measured = measured_effects(read_results(directory))
     except (RunError, OSError) as error:
         return f"{run_id} cannot be shown: {error}."
     if not measured:

@@ -17,16 +17,17 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache, 
 
 from binade.collector import Recorder, instrument
 from binade.collector.capture.adapters.layer import InstrumentError
-from binade.collector.capture.effects import measuring
-from binade.collector.capture.parity import gaps
+from binade.collector.experiment.evaluator import evaluator_of
+from binade.collector.experiment.treatments import Treatment
 from binade.collector.models.attention import CoreAttention
 from binade.collector.models.model import GPTModel
 from binade.collector.models.registry import MODELS
 from binade.collector.recipes.files import from_toml, to_toml
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import Recipe, RecipeError
-from binade.data.effects import EffectGroup
-from tests.collector.capture.test_effects import evaluate
+from binade.data.experiment import NONE, EffectGroup
+from tests.collector.experiment.policies import gaps, treatment
+from tests.collector.experiment.test_effects import evaluate
 from tests.collector.instrumented import rows
 from tests.collector.small_model import batch, build
 from tests.quant import oracles
@@ -217,9 +218,12 @@ def test_measured_and_compared_by_layer():
     model, given = build(2), batch()
     cache = recipe("key = 'nvfp4'\nvalue = 'fp8_e4m3'")
     layer2 = recipe("key = 'nvfp4'", "[keep]\nlayers = '1'")
-    with measuring(model, evaluate, backend="torch") as measured:
-        exact = measured.reference(given, 0)
-        both, single = measured.rounded(cache, EffectGroup()), measured.rounded(cache, EffectGroup("qk", 2, "core"))
+    with evaluator_of(model, evaluate, backend="torch") as measured:
+        exact = measured.begin(Treatment(NONE), given, 0)
+        both, single = (
+            measured.evaluate(treatment(measured, cache, group))
+            for group in (EffectGroup(), EffectGroup("qk", 2, "core"))
+        )
         found = gaps(measured, [given], cache, parse_recipe("bf16"), by=("part",))
     for losses, used in ((both, cache), (single, layer2)):
         model.eval()

@@ -14,16 +14,19 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import binade
 from binade.collector import instrument
-from binade.collector.capture.effects import BY, BlockOutputs, measuring, recipes_of, tasks_of
 from binade.collector.errors import ConfigError
+from binade.collector.experiment.evaluator import BlockOutputs, evaluator_of
+from binade.collector.experiment.treatments import BY, Treatment, recipes_of, treatments_of
 from binade.collector.models.site import Site
 from binade.collector.recipes.files import from_toml
-from binade.data.effects import EffectGroup, read_effects
+from binade.data.experiment import NONE, EffectGroup, experiment_files
 from binade.data.runs import list_runs
 from binade.data.tensor_kinds import Product
+from tests.collector.experiment.policies import treatment
 from tests.collector.small_model import batch, build
 
 LAYERS = 3
+MXFP4 = recipes_of(["mxfp4"])["mxfp4"]
 
 
 def evaluate(model: Any, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -57,9 +60,9 @@ def plain(model: nn.Module, recipe: Any, given: tuple[Tensor, Tensor]) -> list[f
 )
 def test_equal_to_two_passes_of_instrument(group: EffectGroup, recipe: str):
     model, given = build(LAYERS), batch()
-    with measuring(model, evaluate, backend="torch") as measured:
-        exact = measured.reference(given, 0)
-        found = measured.rounded(recipes_of(["mxfp4"])["mxfp4"], group)
+    with evaluator_of(model, evaluate, backend="torch") as measured:
+        exact = measured.begin(Treatment(NONE), given, 0)
+        found = measured.evaluate(treatment(measured, MXFP4, group))
         assert measured.reuses
     assert list(exact.losses) == plain(model, "bf16", given)
     assert list(found.losses) == plain(model, from_toml(recipe, "own"), given)
@@ -72,10 +75,10 @@ def test_divergence_is_that_of_scipy():
         before = model(given[0]).double().softmax(-1).numpy()
         with instrument(model, "linear_mxfp4", backend="torch"):
             after = model(given[0]).double().softmax(-1).numpy()
-    with measuring(model, evaluate, backend="torch") as measured:
-        measured.reference(given, 0)
-        found = measured.rounded(recipes_of(["mxfp4"])["mxfp4"], EffectGroup("linear"))
-    assert found.divergences == pytest.approx(stats.entropy(before, after, axis=-1).mean(-1), rel=1e-2, abs=1e-7)
+    with evaluator_of(model, evaluate, backend="torch") as measured:
+        measured.begin(Treatment(NONE), given, 0)
+        found = measured.evaluate(treatment(measured, MXFP4, EffectGroup("linear")))
+    assert found.kl == pytest.approx(stats.entropy(before, after, axis=-1).mean(-1), rel=1e-2, abs=1e-7)
 
 
 def test_blocks_before_the_group_are_not_computed_again():
@@ -84,17 +87,17 @@ def test_blocks_before_the_group_are_not_computed_again():
     for layer in (1, 2, 3):
         module = model.layers[layer - 1].mlp.linear_fc1
         module.register_forward_hook(lambda *_, layer=layer: calls.append(layer))
-    with measuring(model, evaluate, backend="torch") as measured:
-        measured.reference(given, 0)
+    with evaluator_of(model, evaluate, backend="torch") as measured:
+        measured.begin(Treatment(NONE), given, 0)
         for group, expected in (
             (EffectGroup("linear", 1), [1, 2, 3]),
             (EffectGroup("qk", 3), [3]),
             (EffectGroup("linear", None, "fc1"), [1, 2, 3]),
         ):
             calls.clear()
-            measured.rounded(recipes_of(["mxfp4"])["mxfp4"], group)
+            measured.evaluate(treatment(measured, MXFP4, group))
             assert calls == expected
-            share = measured.cost(recipes_of(["mxfp4"])["mxfp4"], group)
+            share = measured.cost(treatment(measured, MXFP4, group))
             assert share == pytest.approx(len(expected) / LAYERS)
 
 
@@ -172,9 +175,9 @@ def test_a_model_of_transformers(tmp_path, attention: str):
     row = table[(table["layer_index"] == 2) & (table["module"] == "fc2")].iloc[0]
     assert row["change_by_sequence"] == pytest.approx(expected, abs=0) and row["sequences"] == 4
     (run,) = list_runs(tmp_path)[0]
-    before = read_effects(run.directory)
+    before = experiment_files(run.directory)
     again = binade.measure(model, loss, batches, ["nvfp4"], **arguments)
-    assert again.equals(table) and read_effects(run.directory) == before and len(list_runs(tmp_path)[0]) == 1
+    assert again.equals(table) and experiment_files(run.directory) == before and len(list_runs(tmp_path)[0]) == 1
 
 
 @pytest.mark.parametrize(
@@ -182,8 +185,8 @@ def test_a_model_of_transformers(tmp_path, attention: str):
     [
         ({"by": ["head"]}, evaluate, "by has 'head'"),
         ({"parts": ["attention"]}, evaluate, "parts has 'attention'"),
-        ({"formats": ["te_delayed"]}, evaluate, "te_delayed"),
-        ({"formats": ["FA_mxfp4"]}, evaluate, "FA_mxfp4 rounds no forward operand"),
+        ({"treatments": ["te_delayed"]}, evaluate, "te_delayed"),
+        ({"treatments": ["FA_mxfp4"]}, evaluate, "FA_mxfp4 rounds no forward operand"),
         ({"batches": []}, evaluate, "batches is empty"),
         ({}, lambda model, given: 3.0, "a float"),
         ({}, lambda model, given: model(given[0]), r"a tensor \[2, 40, "),
@@ -192,15 +195,16 @@ def test_a_model_of_transformers(tmp_path, attention: str):
     ids=["by", "parts", "delayed", "attention only", "no batches", "a float", "logits", "labels"],
 )
 def test_what_cannot_be_measured_is_named(arguments: dict[str, Any], loss: Any, named: str):
-    given: dict[str, Any] = {"batches": [batch()], "formats": ["mxfp4"], "backend": "torch"} | arguments
+    given: dict[str, Any] = {"batches": [batch()], "treatments": ["mxfp4"], "backend": "torch"} | arguments
     with pytest.raises(ConfigError, match=named):
         binade.measure(build(1), loss, **given)
 
 
 def test_whole_groups_are_measured_first():
-    with measuring(build(2), evaluate, backend="torch") as measured:
-        tasks = tasks_of(measured, recipes_of(["mxfp4", "linear_nvfp4"]), list(BY), ["linear"])
-    groups = [(task.format, task.group) for task in tasks]
+    with evaluator_of(build(2), evaluate, backend="torch") as measured:
+        recipes = recipes_of(["mxfp4", "linear_nvfp4"])
+        planned = treatments_of(measured.products, recipes, list(BY), parts=["linear"])
+    groups = [(each.key.text, each.key.group) for each in planned]
     assert groups[:4] == [
         (fmt, group) for group in (EffectGroup(), EffectGroup("linear")) for fmt in ("mxfp4", "linear_nvfp4")
     ]

@@ -7,16 +7,19 @@ and their scores from its own: only the choice is that of the other pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from binade.collector.capture.adapters.layer import Layer
 from binade.collector.models.site import Site
+from binade.data.experiment import RouterChoices
 
 TOPK = (torch.topk, Tensor.topk)
 
@@ -82,3 +85,46 @@ class Routes(TorchFunctionMode):
             result = torch.return_types.topk((values, chosen))
         self.found[site] = Route.of(scores, chosen)
         return result
+
+    def by_sequence(
+        self, routers: Iterable[Site], counts: Tensor, sequence_first: bool
+    ) -> tuple[tuple[RouterChoices, ...], ...]:
+        """The choices of these routers for the tokens that count, by sequence. A router whose choices were not found,
+        or are not those of the batch's tokens, has none.
+
+        counts          [sequences, tokens]
+        sequence_first  whether two leading axes of a choice are [tokens, sequences]
+        """
+        columns = [_by_router(site, self.found.get(site), counts, sequence_first) for site in routers]
+        return tuple(zip(*columns, strict=True))
+
+
+def _by_router(site: Site, route: Route | None, counts: Tensor, sequence_first: bool) -> list[RouterChoices]:
+    shape = tuple(counts.shape)
+    chosen, margins = (
+        (_of_tokens(route.ranked, shape, sequence_first, True), _of_tokens(route.margins, shape, sequence_first, False))
+        if route
+        else (None, None)
+    )
+    if route is None or chosen is None or margins is None:
+        nothing = RouterChoices(site.layer_index, site.module, 0, np.zeros((0, 0), np.int64), np.zeros(0))
+        return [nothing] * shape[0]
+    return [
+        RouterChoices(
+            site.layer_index, site.module, route.experts, chosen[at][counted].cpu().numpy(),
+            margins[at][counted].double().cpu().numpy(),
+        )
+        for at, counted in enumerate(counts)
+    ]  # fmt: skip
+
+
+def _of_tokens(x: Tensor, shape: tuple[int, ...], sequence_first: bool, several: bool) -> Tensor | None:
+    """Values of tokens as [sequences, tokens, ...]; None if their number is another. shape: (sequences, tokens).
+    several: whether the last axis is not one of tokens. Flattened tokens are those of one sequence after the other."""
+    rest = x.shape[-1:] if several else ()
+    leading = x.shape[: x.dim() - len(rest)]
+    if math.prod(leading) != math.prod(shape):
+        return None
+    if sequence_first and len(leading) == 2:
+        x = x.transpose(0, 1)
+    return x.reshape(*shape, *rest)

@@ -14,16 +14,16 @@ from scipy import stats
 from torch import Tensor
 
 from binade.collector import instrument
-from binade.collector.capture.effects import measuring
-from binade.collector.capture.parity import Gap, gaps
 from binade.collector.errors import ConfigError
+from binade.collector.experiment.evaluator import evaluator_of
 from binade.collector.recipes.files import from_toml
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import Recipe
-from binade.data.effects import EffectGroup
-from binade.data.parity_results import read_parity
+from binade.data.experiment import EffectGroup, experiment_files
+from binade.data.parity_results import Gap, read_parity
 from binade.data.runs import list_runs
 from tests.collector.cli.test_cli import one_line
+from tests.collector.experiment.policies import gaps
 from tests.collector.small_model import batch, build
 
 LAYERS = 3
@@ -42,9 +42,9 @@ def planted() -> Recipe:
     return from_toml(PLANTED, "planted")
 
 
-def measured(rollout: Recipe, training: Recipe, *by: str, attention: bool = False, **more: bool) -> list[Gap]:
-    with measuring(build(LAYERS), evaluate, attention=attention, backend="torch") as found:
-        return gaps(found, [batch()], rollout, training, by, **more)
+def measured(rollout: Recipe, training: Recipe, *by: str, attention: bool = False, operands: bool = False) -> list[Gap]:
+    with evaluator_of(build(LAYERS), evaluate, attention=attention, backend="torch") as found:
+        return gaps(found, [batch()], rollout, training, by, operands)
 
 
 def scored(recipe: Recipe | str) -> Tensor:
@@ -66,14 +66,14 @@ def test_equal_to_two_passes_of_instrument():
     expected = stats.entropy(rollout.double().exp(), training.double().exp(), axis=-1).mean(-1)
     assert whole.divergences == pytest.approx(expected, rel=1e-2, abs=1e-7)
     changes = (rollout - training).gather(-1, batch()[1][..., None])[..., 0].abs().double().mean(1)
-    assert whole.changes == pytest.approx(changes.tolist(), rel=1e-4)
+    assert whole.record.changes == pytest.approx(changes.tolist(), rel=1e-4)
     low, high = stats.t.interval(0.95, len(changes) - 1, changes.mean(), stats.sem(changes))
     assert (whole.record.change.low, whole.record.change.high) == pytest.approx((low, high), rel=1e-4)
 
 
 def test_a_group_alone_is_rounded_as_for_the_rollout():
     """Everything else is rounded as for training; blocks before the group are not computed again."""
-    found = {gap.group: gap for gap in measured(planted(), parse_recipe("linear_nvfp4"), "site")}
+    found = {gap.key.group: gap for gap in measured(planted(), parse_recipe("linear_nvfp4"), "site")}
     for layer, module in ((2, "fc1"), (3, "proj")):
         spec = "mxfp4" if layer == 2 else "mxfp8"
         text = f"[linear]\nforward = 'nvfp4'\n[modules.'layer{layer}.{module}']\nforward = '{spec}'"
@@ -85,11 +85,12 @@ def test_a_group_alone_is_rounded_as_for_the_rollout():
 @pytest.mark.parametrize("training", ["bf16", "linear_mxfp8"])
 def test_the_layer_in_mxfp4_is_named_first(training: str):
     whole, first, *others = measured(planted(), parse_recipe(training), "layer")
-    assert first.group == EffectGroup("linear", 2)
+    assert first.key.group == EffectGroup("linear", 2)
     if training == "bf16":
-        assert len(others) == LAYERS - 1 and max(max(each.changes) for each in others) < min(first.changes)
+        changes = [each.record.changes for each in others]
+        assert len(others) == LAYERS - 1 and max(map(max, changes)) < min(first.record.changes)
     else:  # only that layer differs
-        assert not others and first.changes == whole.changes
+        assert not others and first.record.changes == whole.record.changes
 
 
 def test_one_operand_alone_is_rounded_as_for_the_rollout():
@@ -98,7 +99,7 @@ def test_one_operand_alone_is_rounded_as_for_the_rollout():
         gap = found[f"layer2 fc1 linear, {operand}"]
         text = f"[linear]\nforward = 'nvfp4'\n[modules.'layer2.fc1']\nforward.{operand} = 'mxfp4'"
         assert (gap.policies.rollout == of_labels(scored(from_toml(text, "own")))).all()
-        assert not gap.is_whole
+        assert not gap.key.is_whole
     assert len(found) == 3 * (1 + LAYERS * 4)
 
 
@@ -117,7 +118,9 @@ def test_operands_that_are_rotated_together_are_changed_together():
 
 
 def test_products_of_attention_are_groups_as_well():
-    found = [gap.group for gap in measured(parse_recipe("mxfp4"), parse_recipe("linear_mxfp4"), "part", attention=True)]
+    found = [
+        gap.key.group for gap in measured(parse_recipe("mxfp4"), parse_recipe("linear_mxfp4"), "part", attention=True)
+    ]
     assert set(found) == {EffectGroup(), EffectGroup("qk"), EffectGroup("pv")}
 
 
@@ -149,21 +152,21 @@ def test_the_result_is_a_run(command, tmp_path: Path, capsys):
     assert command("parity", *options) == 0
     out = capsys.readouterr().out
     (run,), refused = list_runs(tmp_path / "runs")
-    assert not refused and run.run_id in out and run.status.state == "done" and run.config["kind"] == "parity"
+    assert not refused and run.run_id in out and run.status.state == "done" and run.config["kind"] == "experiment"
     found = read_parity(run.directory)
     assert (found.rollout, found.training, found.tool) == ("linear_mxfp4", "bf16", "")
     assert found.gaps[0].name == "all" and len(found.gaps) == 3
     values = {value.name: value for value in found.steps[0].values}
     assert values["abs_logprob"].over_sequences == pytest.approx(np.mean(found.gaps[0].changes), rel=1e-12)
-    before = (run.directory / "parity.json").read_bytes()
+    before = experiment_files(run.directory)
     assert command("parity", *options, "--format", "csv") == 0
     assert run.run_id not in capsys.readouterr().out
-    assert len(list_runs(tmp_path / "runs")[0]) == 1 and (run.directory / "parity.json").read_bytes() == before
+    assert len(list_runs(tmp_path / "runs")[0]) == 1 and experiment_files(run.directory) == before
     assert command("parity", *options, "--sequences", "2") == 0 and len(list_runs(tmp_path / "runs")[0]) == 2
 
 
 WRONG = {
-    "both": ("--rollout", "mxfp4", "dump.jsonl"),
+    "two": ("--rollout", "mxfp4", "dump.jsonl", "other.jsonl"),
     "nothing": (),
     "no_rollout": ("--train", "mxfp8"),
     "options_of_recipes": ("dump.jsonl", "--by", "layer"),
@@ -172,13 +175,12 @@ WRONG = {
     "recipe": ("--rollout", "mxfp5"),
     "delayed": ("--rollout", "te_delayed", *MODEL),
     "granularity": ("--rollout", "mxfp4", "--by", "head"),
-    "run": ("--rollout", "mxfp4", "--run", "no_such_run"),
-    "model_of_run": ("--rollout", "mxfp4", "--run", "no_such_run", "--layers", "2"),
+    "model": ("no_such_model", "--rollout", "mxfp4"),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_input_is_one_line(name: str, command, capsys):
-    assert command("parity", *WRONG[name]) == (1 if name == "run" else 2)
+    assert command("parity", *WRONG[name]) == 2
     out, err = capsys.readouterr()
     assert one_line(err) and not out

@@ -21,8 +21,7 @@ from transformers import (
 )
 
 from binade.collector import instrument
-from binade.collector.capture.effects import measuring
-from binade.collector.capture.routing import routing
+from binade.collector.experiment.evaluator import evaluator_of
 from binade.collector.models.feedforward import MixtureOfExperts
 from binade.collector.models.model import GPTModel
 from binade.collector.models.registry import MODELS
@@ -31,6 +30,7 @@ from binade.data import routing as definitions
 from binade.data.parity_results import read_parity
 from binade.data.routing import Routing
 from binade.data.runs import list_runs
+from tests.collector.experiment.policies import routing
 
 SHAPE = replace(
     MODELS["deepseek2_lite"]["tiny"], layers=3, hidden=64, heads=2, qk_nope=16, qk_rope=8, v_head=16, kv_lora_rank=32,
@@ -58,7 +58,7 @@ def evaluate(model: Any, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def found_in(model: nn.Module, rollout: str = ROLLOUT, training: str = TRAINING) -> Routing:
-    with torch.no_grad(), measuring(model, evaluate, attention=False, backend="torch") as measured:
+    with torch.no_grad(), evaluator_of(model, evaluate, attention=False, backend="torch") as measured:
         found = routing(measured, batches(), parse_recipe(rollout), parse_recipe(training))
     assert found is not None
     return found
@@ -226,7 +226,7 @@ def test_planted_flips():
 
 
 def test_the_command_prints_and_keeps_the_routing(command, tmp_path: Path, capsys):
-    options = ("--model", "deepseek2_lite", "--layers", "2", "--sequence-length", "16", "--backend", "torch")
+    options = ("deepseek2_lite", "--layers", "2", "--sequence-length", "16", "--backend", "torch")
     assert command("parity", "--rollout", "linear_mxfp4", *options, "--sequences", "2", "--by", "layer") == 0
     out = capsys.readouterr().out
     table = out.partition("Routing: ")[2].splitlines()

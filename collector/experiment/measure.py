@@ -1,9 +1,9 @@
-"""A measurement of effects as a run on disk, and `binade.measure`."""
+"""`binade.measure`: an experiment on a model in memory."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,33 +12,25 @@ from torch import nn
 from binade.collector.capture.adapters.declared import Equations
 from binade.collector.capture.adapters.products import tensors_in
 from binade.collector.capture.curves import hash_of, sample_of
-from binade.collector.capture.effects import (
-    BY,
-    EffectMeter,
-    EffectTask,
-    effects,
-    measuring,
-    part_of,
-    recipes_of,
-    tasks_of,
-)
 from binade.collector.capture.evaluation import Evaluate
 from binade.collector.capture.instrument import model_name
 from binade.collector.errors import ConfigError
+from binade.collector.experiment.evaluator import evaluator_of
+from binade.collector.experiment.runner import record, run_treatments
+from binade.collector.experiment.treatments import BY, recipes_of, treatments_of
 from binade.collector.recipes.recipe import PARTS
 from binade.data.continued import continued_run
-from binade.data.effects import MEASURE, Effect, EffectGroup, Measured, append_effect, continue_effects, merged
-from binade.data.runs import DONE, RunWriter, resolve_root
+from binade.data.effects import Measured, measured_effects
+from binade.data.experiment import EXPERIMENT, SAME
+from binade.data.runs import resolve_root
 
 if TYPE_CHECKING:
     import pandas as pd
 
-SAME = ("kind", "measures")  # two measurements that agree in these fields of run.json are one run
 COLUMNS = (
     "format", "part", "layer_index", "module", "sequences", "loss", "change", "low", "high", "divergence",
     "change_by_sequence",
 )  # fmt: skip
-Done = Callable[[Effect, int, int], None]  # a measurement, and how many are done, of how many
 
 
 def check_requested(by: Iterable[str], parts: Iterable[str]) -> None:
@@ -48,25 +40,9 @@ def check_requested(by: Iterable[str], parts: Iterable[str]) -> None:
             raise ConfigError(f"{what} has {unknown[0]!r}: expected {', '.join(known)}")
 
 
-def record(
-    writer: RunWriter,
-    measured: EffectMeter,
-    batches: Collection[Any],
-    tasks: Sequence[EffectTask],
-    done: Done = lambda effect, count, of: None,
-) -> list[Measured]:
-    """Measure what the run does not have yet, and add it. Returns the effects of the tasks. Raises OSError."""
-    before = continue_effects(writer.directory)
-    wanted = {task.of(number) for task in tasks for number in range(len(batches))}
-    known = {effect.of_batch for effect in before} & wanted
-    task_effects = [effect for effect in before if effect.of_batch in wanted]
-    for effect in effects(measured, batches, tasks, known):
-        append_effect(writer.directory, effect)
-        writer.update()  # the heartbeat
-        task_effects.append(effect)
-        done(effect, len(task_effects), len(wanted))
-    writer.finish(DONE)
-    return merged(task_effects)
+def rounds_attention(by: Iterable[str], parts: Sequence[str]) -> bool:
+    """Whether products of attention are rounded. parts: all if empty."""
+    return "model" in by or bool({"qk", "pv"} & set(parts)) or not parts
 
 
 def table_of(rows: Iterable[Measured]) -> pd.DataFrame:
@@ -97,7 +73,7 @@ def measure(
     model: nn.Module,
     loss: Evaluate,
     batches: Iterable[Any],
-    formats: Sequence[str] = ("mxfp4", "nvfp4", "mxfp8"),
+    treatments: Sequence[str] = ("mxfp4", "nvfp4", "mxfp8"),
     *,
     by: Sequence[str] = ("part", "site"),
     parts: Sequence[str] = ("linear",),
@@ -124,7 +100,7 @@ def measure(
             the loss of each token [sequences, tokens], or logits [sequences, tokens, vocabulary] and labels
             [sequences, tokens], where -100 does not count. With logits, the divergence is measured, too.
         batches: The batches, which the model was not trained on; each is evaluated once per format and group.
-        formats: Formats, specs or recipes, by name or path.
+        treatments: Formats, specs or recipes, by name or path.
         by: What is rounded together: "part" (all linear layers, all QKᵀ, all PV), "layer" or "module" (a part in one
             layer, or one module in all), "site" (a module of a layer), "model" (all that the recipe rounds).
         parts: linear, qk, pv, router, product. With attention, its products are computed one by one in all passes.
@@ -140,28 +116,20 @@ def measure(
     Raises ConfigError, RecipeError, SpecError, InstrumentError, and RunError if the root cannot be written.
     """
     check_requested(by, parts)
-    listed, recipes = list(batches), recipes_of(formats)
+    listed, recipes = list(batches), recipes_of(treatments)
     if not listed:
         raise ConfigError("batches is empty: give at least one batch")
-    attention = "model" in by or bool({"qk", "pv"} & set(parts))
+    attention = rounds_attention(by, parts)
     options: dict[str, Any] = {"exclude": exclude, "cores": cores, "products": products, "head": head}
-    with measuring(model, loss, attention=attention, backend=backend, seed=seed, **options) as measured:
-        tasks = tasks_of(measured, recipes, by, parts)
+    with evaluator_of(model, loss, attention=attention, backend=backend, seed=seed, **options) as evaluator:
+        planned = treatments_of(evaluator.products, recipes, by, parts=parts)
         if root is None:
-            return table_of(merged(effects(measured, listed, tasks)))
+            return table_of(measured_effects(run_treatments(evaluator, listed, planned)))
         weights, data = hash_of(sample_of(model)), hashlib.sha256()
         for batch in listed:
             data.update(hash_of(tensors_in(batch)).encode())
-        facts = {"model": model_name(model)} | dict(config or {}) | {"weights": {"sha256": weights}}
         measures = {"weights_sha256": weights, "data_sha256": data.hexdigest(), "seed": seed, "attention": attention}
-        with continued_run(
-            resolve_root(root),
-            label,
-            facts | {"kind": MEASURE, "measures": measures},
-            SAME,
-            "effects are being measured",
-        ) as (writer, _):
-            return table_of(record(writer, measured, listed, tasks))
-
-
-__all__ = ["EffectGroup", "check_requested", "measure", "part_of", "record", "table_of"]
+        facts = {"model": model_name(model)} | dict(config or {}) | {"weights": {"sha256": weights}}
+        facts |= {"kind": EXPERIMENT, "measures": measures}
+        with continued_run(resolve_root(root), label, facts, SAME, "results are being measured") as (writer, _):
+            return table_of(measured_effects(record(writer, evaluator, listed, planned)))

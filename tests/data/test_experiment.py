@@ -1,0 +1,195 @@
+"""Results of experiments on disk: what is read is what was written, whenever the process ended."""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+import duckdb
+import numpy as np
+import pytest
+
+from binade.cli import main
+from binade.data import experiment
+from binade.data.catalog import Catalog
+from binade.data.experiment import (
+    EXPERIMENT,
+    NONE,
+    BatchResult,
+    EffectGroup,
+    ExperimentWriter,
+    RouterChoices,
+    TreatmentKey,
+    check_experiment,
+    experiment_files,
+    read_logprobs,
+    read_results,
+    read_routes,
+)
+from binade.data.runs import DONE, RunError, RunWriter, append_line, read_run
+from binade.data.verify import verify
+
+KEY = TreatmentKey("mxfp4", "0" * 64, EffectGroup("linear", 3, "fc1"), "weight", False, base=NONE)
+SEQUENCES = 3
+
+
+def result(key: TreatmentKey, batch: int, routes: bool = False) -> BatchResult:
+    """Random numbers, of which some have no short decimal form; one loss is infinite."""
+    random = np.random.default_rng(batch)
+    losses = (*random.normal(3, 1, SEQUENCES - 1).tolist(), math.inf)
+    logprobs = tuple(-random.exponential(2, tokens) for tokens in (5, 0, 7))
+    chosen = tuple(
+        (RouterChoices(2, "router", 8, random.integers(0, 8, (len(x), 3)), random.random(len(x))),) for x in logprobs
+    )
+    values = tuple(random.random(SEQUENCES).tolist())
+    return BatchResult(key, batch, losses, (5, 0, 7), values, values[::-1], 0.3, logprobs, chosen if routes else ())
+
+
+def same(a: BatchResult, b: BatchResult) -> bool:
+    """But for log-probabilities and routes; seconds are divided and added up again."""
+    names = ("key", "batch", "losses", "tokens", "kl", "kl_reversed")
+    return all(getattr(a, name) == getattr(b, name) for name in names) and a.seconds == pytest.approx(b.seconds)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunWriter:
+    return RunWriter.create(tmp_path, "measure", {"model": "mine", "kind": EXPERIMENT})
+
+
+def test_what_is_read_is_what_was_written(run: RunWriter):
+    written = [result(key, batch, routes=key == NONE) for batch in range(3) for key in (NONE, KEY)]
+    writer = ExperimentWriter(run.directory)
+    for each in written:
+        writer.add(each)
+    found = read_results(run.directory)
+    assert len(found) == 6 and all(map(same, found, written))
+    assert len(experiment_files(run.directory)) == 3
+    logprobs, routes = read_logprobs(run.directory), read_routes(run.directory)
+    for each in written:
+        assert all(map(np.array_equal, logprobs[each.place], each.logprobs))
+        for found_routes, own in zip(routes.get(each.place, []), each.routes, strict=True):
+            for router, expected in zip(found_routes, own, strict=True):
+                assert (router.layer_index, router.module, router.experts) == (2, "router", 8)
+                assert np.array_equal(router.choices, expected.choices)
+                assert np.array_equal(router.margins, expected.margins)
+
+
+def test_duckdb_reads_the_files(run: RunWriter):
+    writer = ExperimentWriter(run.directory)
+    for each in (result(NONE, 0), result(KEY, 0)):
+        writer.add(each)
+    table = f"read_parquet('{run.directory}/experiment/results-*.parquet')"
+    rows = duckdb.sql(f"SELECT treatment, sequence, loss FROM {table} WHERE base IS NOT NULL ORDER BY 2").fetchall()
+    assert rows == [(KEY.id, at, loss) for at, loss in enumerate(result(KEY, 0).losses)]
+
+
+def test_a_large_table_has_several_files(run: RunWriter, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(experiment, "PART", 3000)
+    written = [result(key, batch) for batch in range(12) for key in (NONE, KEY)]
+    for half in (written[:13], written[13:]):  # continued by another process
+        writer = ExperimentWriter(run.directory)
+        for each in half:
+            writer.add(each)
+    assert len(experiment_files(run.directory)) > 4
+    assert all(map(same, read_results(run.directory), written))
+    assert len(read_logprobs(run.directory)) == len(written)
+
+
+def _write(directory: Path) -> None:
+    writer = ExperimentWriter(directory)
+    done = {each.place for each in read_results(directory)}
+    for batch in range(40):
+        for key in (NONE, KEY):
+            if (key.id, batch) not in done:
+                writer.add(result(key, batch, routes=True))
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.01, 0.03, 0.08])
+def test_a_killed_writer_leaves_whole_results_and_is_continued(run: RunWriter, delay: float):
+    for _ in range(6):
+        process = multiprocessing.get_context("fork").Process(target=_write, args=(run.directory,))
+        process.start()
+        time.sleep(delay)
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        check_experiment(run.directory)
+        for found in read_results(run.directory):
+            assert same(found, result(found.key, found.batch))
+            assert all(
+                map(np.array_equal, read_logprobs(run.directory)[found.place], result(found.key, found.batch).logprobs)
+            )
+    _write(run.directory)
+    places = {each.place for each in read_results(run.directory)}
+    assert places == {(key.id, batch) for batch in range(40) for key in (NONE, KEY)}
+    assert places == set(read_routes(run.directory))
+
+
+def test_of_two_versions_of_a_file_the_longer_is_read(run: RunWriter):
+    """A process that is killed between the two steps of a replacement leaves both."""
+    writer = ExperimentWriter(run.directory)
+    writer.add(result(NONE, 0))
+    before = {run.directory / name: (run.directory / name).read_bytes() for name in experiment_files(run.directory)}
+    writer.add(result(KEY, 0))
+    for path, content in before.items():
+        path.write_bytes(content)
+    assert [each.key for each in read_results(run.directory)] == [NONE, KEY]
+
+
+@pytest.mark.parametrize("table", ["results", "tokens"])
+def test_a_damaged_file_is_named(run: RunWriter, table: str):
+    writer = ExperimentWriter(run.directory)
+    for each in (result(NONE, 0), result(KEY, 0)):
+        writer.add(each)
+    run.finish(DONE)
+    (path,) = (run.directory / EXPERIMENT).glob(f"{table}-*")
+    whole = path.read_bytes()
+    for at in range(0, len(whole), max(len(whole) // 40, 1)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(RunError, match=rf"{table}-[0-9]{{5}}-[0-9a-f]+\.parquet is damaged: its CRC-32 is"):
+            check_experiment(run.directory)
+    assert any(path.name in line for line in verify(run.directory.parent).damaged)
+    with Catalog.open(run.directory.parent) as catalog:
+        assert any("some results" in line and path.name in line for line in catalog.refused)
+
+
+@pytest.mark.parametrize("name", ["effects.jsonl", "parity.json"])
+def test_a_file_of_an_earlier_version_is_named(run: RunWriter, name: str):
+    (run.directory / name).write_text("{}")
+    run.finish(DONE)
+    with pytest.raises(RunError, match=f"its {name} is of an earlier version"):
+        check_experiment(run.directory)
+    with Catalog.open(run.directory.parent) as catalog:
+        assert any(f"its {name} is of an earlier version, and is not read" in line for line in catalog.refused)
+
+
+def test_effects_of_an_earlier_version_are_converted(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The lines were written by that version; a last line was cut short by a kill."""
+    lines = [
+        {"batch": batch, "format": "mxfp4", "part": "linear", "layer_index": layer, "module": None,
+         "exact": [2.0 + batch, 3.0], "losses": [2.5 + batch + layer, 3.25], "divergences": [0.01, None],
+         "seconds": 0.5, "recipe_sha256": "ab"}
+        for batch in range(2) for layer in (1, 2)
+    ]  # fmt: skip
+    run = RunWriter.create(tmp_path, "measure", {"model": "mine", "kind": "measure", "measures": {"seed": 1}})
+    for line in lines:
+        append_line(run.directory / "effects.jsonl", json.dumps(line).encode())
+    with open(run.directory / "effects.jsonl", "ab") as file:
+        file.write(b'{"batch": 0, "for')
+    run.finish(DONE)
+    assert main(["verify", str(tmp_path), "--convert"]) == 0
+    assert f"converted: {run.run_id}" in capsys.readouterr().out
+    assert read_run(run.directory).config["kind"] == EXPERIMENT and not (run.directory / "effects.jsonl").exists()
+    found = {(each.key.group.layer_index, each.batch): each for each in read_results(run.directory)}
+    for line in lines:
+        result, base = found[line["layer_index"], line["batch"]], found[None, line["batch"]]
+        assert [*result.losses] == line["losses"] and [*base.losses] == line["exact"]
+        assert result.kl[0] == 0.01 and math.isnan(result.kl[1]) and result.key.recipe_sha256 == "ab"
+    with Catalog.open(tmp_path) as catalog:
+        assert not catalog.refused and catalog.effects([run.run_id])["sequences"].tolist() == [4, 4]
+    assert main(["verify", str(tmp_path), "--convert"]) == 0 and "converted" not in capsys.readouterr().out
