@@ -98,6 +98,8 @@ def data_of(opened: Catalog, runs: pd.DataFrame) -> dict[str, Any]:
             row = _of_group(group, inside, rows, cells, left.get(inside[-1]), references)
             workloads.setdefault(group.workload, []).append(row)
     columns = _informative(cells)
+    if any("interval" in row["cells"] for rows in workloads.values() for row in rows):
+        columns.add("interval")
     return {
         "workloads": [{"name": name, "groups": groups} for name, groups in workloads.items()],
         "columns": [{"name": name} | vars(COLUMNS[name]) for name in COLUMNS if name in columns],
@@ -131,7 +133,7 @@ def _informative(cells: Mapping[Any, Mapping[str, Cell]]) -> set[str]:
         values = [repr(own[name][0]) for own in cells.values() if name in own]
         if values and (len({*values}) > 1 or len(values) < len(cells)):
             found.add(name)
-    return found | ({"interval"} if "gap" in found else set())
+    return found
 
 
 def _cells(
