@@ -17,7 +17,7 @@ from binade.app.params import read
 from binade.app.questions import layout
 from binade.app.questions.runs.groups import groups_of, lines_of
 from binade.app.questions.runs.question import RUNS
-from binade.app.questions.runs.table import STATES, data_of
+from binade.app.questions.runs.table import DAMAGED, STATES, data_of
 from binade.app.questions.shared.runs import every_run, matching, run_titles
 from binade.app.questions.shared.scope import Scope
 from binade.app.state import explain_empty
@@ -110,8 +110,8 @@ def _chosen_runs(opened: Catalog, chosen: Iterable[str]) -> list[str]:
 
 def _said(runs: pd.DataFrame) -> str:
     """How many runs there are, and what they hold."""
-    states = runs["state"].where(runs["damage"].isna(), "damaged").value_counts()
-    counts = ", ".join(f"{states[state]:,} {state}" for state in STATES if state in states)
+    states = runs["state"].where(runs["damage"].isna(), DAMAGED).value_counts()
+    counts = ", ".join(f"{states[state]:,} {state}" for state in (*STATES, DAMAGED) if state in states)
     size = bytes_text(float(runs["bytes"].sum()))
     return f"{counted(len(runs), 'run')} ({counts}) · {int(runs['tensors'].sum()):,} tensors · {size} in tensor files"
 

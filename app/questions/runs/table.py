@@ -26,9 +26,9 @@ SPARKS = 40  # points of a small line in the table
 LAST = 10**9  # the place of an event of no iteration among those that have one
 STATES = {
     "done": "✓ done", "running": "● running", "failed": "✕ failed", "cancelled": "◌ cancelled", "crashed": "✕ crashed",
-    "damaged": "✕ damaged",
 }  # fmt: skip
-BAD = ("failed", "crashed", "damaged")
+DAMAGED = "damaged"  # of a run that cannot be read, in place of its state
+BAD = ("failed", "crashed", DAMAGED)
 ORIGINS = {
     IMPORT: ("upload_file", "Imported"), MEASURE: ("straighten", "Measured effects"),
     "parity": ("compare_arrows", "Parity of rollout and training"),
@@ -145,10 +145,10 @@ def _cells(
     known: Row | None,
 ) -> dict[str, Cell]:
     """The cells of a run that are known, by column."""
-    state: str = "damaged" if _is_known(run["damage"]) else str(run["state"])
+    state: str = DAMAGED if _is_known(run["damage"]) else str(run["state"])
     config = json.loads(run["config"] or "{}")
     values = [record["loss"] for record in records]
-    cells: dict[str, Cell] = {"state": [STATES.get(state, state), state, "bad" if state in BAD else ""]}
+    cells: dict[str, Cell] = {"state": [STATES.get(state, f"✕ {state}"), state, "bad" if state in BAD else ""]}
     if event:
         cells["event"] = event
     if values:
