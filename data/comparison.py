@@ -21,13 +21,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from binade.data import evidence, gap_bands
+from binade.data import evidence
 from binade.data.catalog import Catalog
 from binade.data.effects import CHANGE, rounded_by
 from binade.data.evidence import GAP, Estimate, Sentence
 from binade.data.fields import MEASURES, Field
 from binade.data.filter import Filter
-from binade.data.gap_bands import Band, PlainRun, own_bands
+from binade.data.gap_bands import NO_BAND, RULE, Band, bands_of, settings_of_references
 from binade.data.gradients import gradient_errors
 from binade.data.held_out import (
     HeldOutGap,
@@ -77,8 +77,7 @@ RECIPE_FIELDS = (
     Field("held_out_slope_interval", "Held-out gap per doubling, 95% interval", "", "Over seeds", ""),
     Field("held_out_at", "Held out after", "", "Iterations with the recipe, tokens trained until then and tokens per "
           "parameter. Nothing is known of longer training", ""),
-    Field("left", "Leaves bf16’s band", "", "First iteration from which the gap, its mean over seeds, is beyond the "
-          "band of reordering up to the last iteration", ""),
+    Field("left", "Leaves bf16", "", RULE, ""),
 )  # fmt: skip
 """The columns of `with_effects` that are shown."""
 RUN_FIELDS = (
@@ -113,32 +112,6 @@ OPERAND_FIELDS = (
 """The columns of `operand_table` that are shown."""
 
 
-def bands_of(
-    recipes: list[RecipeRuns], table: pd.DataFrame, losses: Losses, gaps: pd.DataFrame
-) -> dict[str, tuple[Band, Band]]:
-    """The bands of each recipe by its run_id: of the bf16 runs with the settings of its reference, over the iterations
-    of its gap. table: of `runs_with_references`; gaps: of `loss_gaps`."""
-    runs = table.set_index("run_id")
-    plain = (table["recipe"] == BF16) & ~table["quantized"] & table["stated"]
-    known: dict[Any, tuple[Band, Band]] = {}
-    bands = {}
-    for recipe in recipes:
-        settings = runs["settings"][runs["references"][recipe.run_id][0]]
-        iterations = frozenset(gaps.loc[gaps["run_id"] == recipe.run_id, "iteration"])
-        if not iterations:
-            continue
-        if (settings, iterations) not in known:
-            alike = table[plain & table["settings"].map(settings.__eq__)]
-            of_runs = zip(alike["seed"], alike["data"], alike["run_id"].map(losses), strict=True)
-            plain_runs = [
-                PlainRun(seed, data, [step for step in steps if step["loss"] is not None])
-                for seed, data, steps in of_runs
-            ]
-            known[settings, iterations] = own_bands(plain_runs, iterations)
-        bands[recipe.run_id] = known[settings, iterations]
-    return bands
-
-
 @dataclass(frozen=True)
 class Comparison:
     """
@@ -146,7 +119,7 @@ class Comparison:
     gaps     of `loss_gaps`
     costs    a row per run
     recipes  the largest |mean gap| first, those that diverged last
-    bands    (seeds, reordering) of each recipe, by its run_id; empty if runs are compared with another one than bf16
+    bands    of each recipe, by its run_id; empty if runs are compared with another one than bf16
     base     what the gaps are to
     """
 
@@ -154,22 +127,49 @@ class Comparison:
     gaps: pd.DataFrame
     costs: pd.DataFrame
     recipes: tuple[RecipeRuns, ...]
-    bands: Mapping[str, tuple[Band, Band]]
+    bands: Mapping[str, Band]
     base: str
 
     @cached_property
-    def left(self) -> dict[str, int | None]:
-        """The iteration at which each recipe leaves bf16's band of reordering, by its run_id; None for one that does
-        not. One that diverged leaves it then at the latest. Recipes without such a band are left out."""
-        iterations = {}
+    def compared_together(self) -> dict[str, int]:
+        """How many recipes have a band of the same settings, by the run_id of each."""
+        settings = settings_of_references(self.table)
+        known = [settings[recipe.run_id] for recipe in self.recipes if self._has_band(recipe)]
+        return {
+            recipe.run_id: known.count(settings[recipe.run_id]) for recipe in self.recipes if self._has_band(recipe)
+        }
+
+    def _has_band(self, recipe: RecipeRuns) -> bool:
+        return recipe.run_id in self.bands and self.bands[recipe.run_id].is_known
+
+    @cached_property
+    def mean_gaps(self) -> pd.DataFrame:
+        """The gap of each recipe by iteration, mean over the seeds that have it: columns run_id (of the recipe), label,
+        iteration, gap, seeds. Only the iterations that all its seeds have."""
+        by_run, parts = dict(iter(self.gaps.groupby("run_id"))), []
         for recipe in self.recipes:
-            band = self.bands.get(recipe.run_id, (None, None))[1]
-            if band and not band.missing:
-                gaps = self.gaps[self.gaps["run_id"].isin(recipe.runs)]
-                wide = gaps.pivot_table(index="iteration", columns="run_id", values="gap").dropna()
-                mean = {int(at): float(gap) for at, gap in zip(wide.index, wide.mean(axis=1), strict=True)}
+            runs = [by_run[run_id] for run_id in recipe.runs if run_id in by_run]
+            if runs:
+                gaps = pd.concat(runs).groupby("iteration")["gap"].agg(["mean", "size"])
+                gaps = gaps[gaps["size"] == len(runs)].reset_index()
+                parts.append(gaps.set_axis(["iteration", "gap", "seeds"], axis=1).assign(
+                    run_id=recipe.run_id, label=recipe.label
+                ))  # fmt: skip
+        return pd.concat(parts, ignore_index=True) if parts else self.gaps.assign(seeds=1).iloc[:0]
+
+    @cached_property
+    def left(self) -> dict[str, int | None]:
+        """The iteration at which each recipe leaves bf16, by its run_id; None for one that does not. One that diverged
+        leaves it then at the latest. Recipes without a band are left out. See data.gap_bands."""
+        iterations, by_recipe = {}, dict(iter(self.mean_gaps.groupby("run_id")))
+        for recipe in self.recipes:
+            if self._has_band(recipe):
+                gaps = by_recipe.get(recipe.run_id, self.mean_gaps.iloc[:0])
                 diverged = min(recipe.diverged.values(), default=None)
-                left = band.left_at({at: gap for at, gap in mean.items() if diverged is None or at < diverged})
+                mean = {int(at): float(gap) for at, gap in zip(gaps["iteration"], gaps["gap"], strict=True)}
+                seeds = int(gaps["seeds"].max()) if len(gaps) else 1
+                before = {at: gap for at, gap in mean.items() if diverged is None or at < diverged}
+                left = self.bands[recipe.run_id].left_at(before, seeds, self.compared_together[recipe.run_id])
                 iterations[recipe.run_id] = diverged if left is None else left
         return iterations
 
@@ -189,7 +189,7 @@ class Comparison:
                 row[f"{name}_interval"] = interval_of(estimate) if name == "alone" else _interval(estimate)
             if recipe.run_id in self.left:
                 at = self.left[recipe.run_id]
-                row["left"] = "stays inside" if at is None else f"at iteration {at}"
+                row["left"] = "no" if at is None else f"at iteration {at}"
             rows.append(row)
         ends = [f"{name}_{end}" for name in ("gap", "alone", "added") for end in ("low", "high")]
         shown = (field.name for field in RECIPE_FIELDS if not field.name.startswith(("effect", "held_out")))
@@ -202,9 +202,8 @@ class Comparison:
 
     @property
     def sentences(self) -> list[Sentence]:
-        """Which gaps can be told from 0, where each lies in the bands, and when it leaves that of reordering."""
-        placed = gap_bands.placed((recipe.label, recipe.gap, self.bands[recipe.run_id]) for recipe in self._banded)
-        return [sentence for sentence in (*self.outcomes, *self._answers, *placed, *self.leaving) if sentence]
+        """Which gaps can be told from 0, and when each recipe leaves bf16."""
+        return [sentence for sentence in (*self.outcomes, *self._answers, *self.leaving) if sentence]
 
     @property
     def outcomes(self) -> list[Sentence]:
@@ -227,26 +226,30 @@ class Comparison:
         return sentences
 
     @property
-    def _banded(self) -> list[RecipeRuns]:
-        return [recipe for recipe in self.recipes if recipe.run_id in self.bands]
-
-    @property
-    def missing(self) -> list[str]:
-        """Why bands are unknown."""
-        return gap_bands.missing(band for bands in self.bands.values() for band in bands)
+    def unknown(self) -> str:
+        """Why it is unknown which recipes leave bf16; "" if it is known of all."""
+        without = [
+            recipe.label for recipe in self.recipes if recipe.run_id in self.bands and not self._has_band(recipe)
+        ]
+        if not without:
+            return ""
+        of = "" if not self.left else f" of {evidence.listed(without)}"
+        return f"Whether {'a recipe leaves' if not of else 'they leave'} bf16{of} is unknown: {NO_BAND}"
 
     @property
     def leaving(self) -> list[Sentence]:
-        """When each recipe leaves bf16's band."""
-        left = [(recipe.label, self.left[recipe.run_id]) for recipe in self.recipes if recipe.run_id in self.left]
-        out = sorted(((at, label) for label, at in left if at is not None))
-        inside = [label for label, at in left if at is None]
+        """When each recipe leaves bf16."""
+        left = [(recipe, self.left[recipe.run_id]) for recipe in self.recipes if recipe.run_id in self.left]
+        out = sorted((at, recipe.label, len(recipe.gaps)) for recipe, at in left if at is not None)
+        inside = [recipe.label for recipe, at in left if at is None]
         sentences = []
         if out:
-            texts = [f"{label} at iteration {at}" for at, label in out]
-            sentences.append(Sentence(f"Leaves bf16’s band of reordering: {evidence.listed(texts)}."))
+            texts = [f"{label} at iteration {at}{' (one seed)' if seeds == 1 else ''}" for at, label, seeds in out]
+            sentences.append(Sentence(f"Leaves bf16: {evidence.listed(texts)}."))
         if inside:
-            sentences.append(Sentence(f"Does not leave bf16’s band of reordering: {evidence.listed(inside)}."))
+            sentences.append(
+                Sentence(f"Does not leave what differs from bf16 in bits alone: {evidence.listed(inside)}.")
+            )
         return sentences
 
     @property
@@ -356,13 +359,15 @@ def measured_of(opened: Catalog, recipe: RecipeRuns) -> tuple[Estimate, str] | N
     weights), of the measurement with the most sequences; None if it was not measured. A measurement is that of a recipe
     if it rounded the same, whatever their files are called."""
     effects = opened.effects(recipe.runs)
-    configs = opened.runs().set_index("run_id")["config"].map(json.loads)
+    if effects.empty:
+        return None
+    configs = opened.runs().set_index("run_id")["config"]
     whole = effects[effects[["part", "layer_index", "module"]].isna().all(axis=1)]
-    measurements = whole[whole["recipe_sha256"] == rounded_by(configs[recipe.run_id])]
+    measurements = whole[whole["recipe_sha256"] == rounded_by(json.loads(configs[recipe.run_id]))]
     if measurements.empty:
         return None
     row = measurements.iloc[0]
-    trained = configs[row["run_id"]].get("measured_run")
+    trained = json.loads(configs[row["run_id"]]).get("measured_run")
     weights = "last checkpoint" if trained else "weights before training"
     return evidence.mean(CHANGE, row["change_by_sequence"], "sequences"), weights
 

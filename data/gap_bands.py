@@ -1,12 +1,17 @@
-"""Bands: the gaps of a loss that chance explains, from the user's own bf16 runs with the same settings.
+"""The band of bf16: the paired gaps of a loss between bf16 runs that differ in bits alone.
 
-| band | what its runs share | what differs |
-|---|---|---|
-| seeds | nothing but the settings | weights, data |
-| reordering | weights, data | bits: order of reduction, parallel layout, machine |
+A paired gap is the loss of a run minus that of a bf16 run with the same weights and data at the same iteration. Two
+bf16 runs of the same weights and data whose bits differ (another parallel layout, order of reduction or machine) have
+such gaps too. A recipe *leaves bf16* at the first iteration from which its gap, the mean over its seeds, is beyond the
+band in every iteration up to the last, at least LASTING.
 
-A band holds 95% of the gaps between two such runs, each gap the mean over the same iterations. Runs count if they state
-all their settings: see `same_data.states_all`.
+The band at an iteration is ±t·s·√(2/n) for a recipe of n seeds. s is the standard deviation of bf16 runs around the
+mean of those with the same weights and data, pooled over these; t is Student's quantile, two-sided, at LEVEL divided by
+the number of recipes that are compared (Bonferroni). A recipe that rounds nothing is beyond the band at the last
+iteration in at most LEVEL of the cases, however the gaps of successive iterations depend on each other: so it leaves in
+at most as many. tests/bench/bench_null.py counts them. A gap that comes back leaves nothing.
+
+Runs count if they state all their settings: see `same_data.states_all`.
 """
 
 from __future__ import annotations
@@ -14,45 +19,36 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from itertools import takewhile
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
-from binade.data import evidence
-from binade.data.evidence import GAP, LEVEL, Estimate, Named, Sentence
+from binade.data.evidence import LEVEL
+from binade.data.loss_gaps import Losses, RecipeRuns
 from binade.data.same_data import losses_on_same_data
 from binade.data.student import quantile
+from binade.quant.formats import BF16
+
+LASTING = 3  # iterations in a row, up to the last, that a gap must be beyond the band
+RULE = (
+    "A recipe leaves bf16 at the first iteration from which its gap to bf16, the mean over its seeds, is beyond the "
+    f"band in every iteration up to the last, at least {LASTING}. The band holds the gaps between bf16 runs of the "
+    "same weights and data that differ in bits alone, for all recipes together in 95% of cases (Student’s t)"
+)
 
 
-class BandKind(Enum):
-    """What sets the runs of a band apart: the name of the band."""
-
-    SEEDS = "seeds"
-    REORDERING = "reordering"
-
-
-SOURCES = {
-    BandKind.SEEDS: "own bf16 runs with other seeds",
-    BandKind.REORDERING: "own bf16 runs of the same weights and data",
-}
-LOST = "outside (diverged)"
-LASTING = 3  # iterations in a row, up to the last, that a gap must be beyond a band to have left it
-UNSTATED = "Imported losses and instrumented runs do not count, since they do not state all settings."
-MISSING = {
-    BandKind.SEEDS: "No seed baseline: record bf16 runs with two seeds. Train one with --quantization bf16 and another "
-    f"--seed. {UNSTATED}",
-    BandKind.REORDERING: "No reordering baseline: record two bf16 runs of the same weights and data that differ in "
-    f"bits. Repeat one with --tp 2, or on another machine. {UNSTATED}",
-}
+NO_BAND = (
+    "no two of your bf16 runs with the same weights and data differ in bits. Repeat one with --tp 2, or on another "
+    "machine. Imported losses and instrumented runs do not count, since they do not state all settings."
+)
 
 
 @dataclass(frozen=True)
 class PlainRun:
-    """A bf16 run: its seed, its data key and its lines of loss.jsonl."""
+    """A bf16 run: its data key and its lines of loss.jsonl."""
 
-    seed: str
     data: str
     steps: Sequence[Mapping[str, Any]]
 
@@ -60,91 +56,80 @@ class PlainRun:
 @dataclass(frozen=True)
 class Band:
     """
-    gap           between two bf16 runs: 0, with the interval that holds 95% of such gaps, without ends if unknown
-    by_iteration  (iteration, half of the interval of the gaps at it); empty if unknown
+    runs        how many bf16 runs it is from, those that have another one of the same weights and data; 0 if unknown
+    degrees     their degrees of freedom: runs minus distinct data
+    deviations  (iteration, standard deviation of their losses in nats per token); empty if unknown
     """
 
-    kind: BandKind
-    gap: Estimate
-    by_iteration: tuple[tuple[int, float], ...] = ()
+    runs: int = 0
+    degrees: int = 0
+    deviations: tuple[tuple[int, float], ...] = ()
 
     @property
-    def source(self) -> str:
-        return SOURCES[self.kind]
+    def is_known(self) -> bool:
+        return bool(self.deviations)
 
-    @property
-    def missing(self) -> str:
-        """Why it is unknown, and how to get it; "" if it is known."""
-        return "" if self.by_iteration else MISSING[self.kind]
+    def halves(self, seeds: int, recipes: int) -> dict[int, float]:
+        """Half of the band by iteration, in nats per token: for the mean gap of a recipe over so many seeds, one of so
+        many recipes."""
+        if not self.is_known:
+            return {}
+        factor = quantile(self.degrees, LEVEL / recipes) * math.sqrt(2 / seeds)
+        return {iteration: factor * deviation for iteration, deviation in self.deviations}
 
-    def left_at(self, gaps: Mapping[int, float]) -> int | None:
-        """The first iteration from which gaps, by iteration, are beyond the band in all iterations up to the last, at
-        least LASTING; None if there is none."""
-        halves = dict(self.by_iteration)
+    def left_at(self, gaps: Mapping[int, float], seeds: int, recipes: int) -> int | None:
+        """The iteration at which a recipe leaves bf16; None if it does not. gaps: its mean gap by iteration."""
+        halves = self.halves(seeds, recipes)
         known = sorted(iteration for iteration in gaps if iteration in halves)
         outside = list(takewhile(lambda at: abs(gaps[at]) > halves[at], reversed(known)))
         return outside[-1] if len(outside) >= LASTING else None
 
-    def place(self, gaps: Sequence[Named]) -> Sentence:
-        """Which gaps lie inside the band, outside it, and which intervals reach across its edge. A gap without an
-        interval, that of one seed, is placed by its value. Outside means beyond the band that all gaps together leave
-        by chance at LEVEL (Bonferroni). A gap that is NaN is one of a run that diverged."""
-        beyond = quantile(self.gap.degrees, LEVEL / len(gaps)) * self.gap.error
-        places: dict[str, list[str]] = {"inside": [], "outside": [], "not distinguishable from its edge": [], LOST: []}
-        for name, gap in gaps:
-            if math.isnan(gap.value):
-                places[LOST].append(name)
-                continue
-            low, high = (gap.low, gap.high) if gap.n > 1 else (gap.value, gap.value)
-            inside, outside = self.gap.low <= low and high <= self.gap.high, low > beyond or high < -beyond
-            places["inside" if inside else "outside" if outside else "not distinguishable from its edge"].append(name)
-        listed = "; ".join(f"{evidence.listed(names)} {place}" for place, names in places.items() if names)
-        text = f"Band of {self.kind.value} ({self.gap.interval}): {listed}."
-        return Sentence(text, (self.gap, *(gap for _, gap in gaps)))
 
-
-def own_bands(runs: Iterable[PlainRun], iterations: Iterable[int]) -> tuple[Band, Band]:
-    """The bands of seeds and of reordering over these iterations.
-
-    runs: those with the same settings, oldest first. Runs that lack one of the iterations do not count, and of runs
-    that agree in all bits only one does. Of a seed's runs, the band of seeds takes the newest.
-    """
+def band_of(runs: Iterable[PlainRun], iterations: Iterable[int]) -> Band:
+    """The band over these iterations. runs: bf16 runs with the same settings, oldest first. Those that lack one of the
+    iterations do not count, and of runs that agree in all bits only one does."""
     at = sorted(iterations)
     first: dict[str, Sequence[Mapping[str, Any]]] = {}
-    newest: dict[str, list[float]] = {}
     distinct: dict[str, dict[tuple[float, ...], None]] = {}
     for run in runs:
         loss = {i: run_loss for i, run_loss, _ in losses_on_same_data(run.steps, first.setdefault(run.data, run.steps))}
-        if all(i in loss for i in at):
-            newest[run.seed] = [loss[i] for i in at]
-            distinct.setdefault(run.data, {})[tuple(newest[run.seed])] = None
-    seeds = _band(BandKind.SEEDS, [[*newest.values()]], at, "seeds")
-    return seeds, _band(BandKind.REORDERING, [[*losses] for losses in distinct.values()], at, "runs")
-
-
-def _band(kind: BandKind, groups: Iterable[Sequence[Sequence[float]]], at: Sequence[int], of: str) -> Band:
-    """The band of the deviations within groups of runs, pooled. groups: losses by group, run and iteration."""
-    several = [np.array(runs) for runs in groups if len(runs) > 1]
+        if at and all(i in loss for i in at):
+            distinct.setdefault(run.data, {})[tuple(loss[i] for i in at)] = None
+    several = [np.array([*losses]) for losses in distinct.values() if len(losses) > 1]
     if not several:
-        return Band(kind, evidence.between_two(GAP, math.nan, 0, 1, of))
-    deviations = np.concatenate([runs - runs.mean(0) for runs in several])  # [runs, iterations]
-    n, degrees = len(deviations), len(deviations) - len(several)
-    of_means = math.sqrt((deviations.mean(1) ** 2).sum() / degrees)
-    halves = quantile(degrees) * np.sqrt(2 * (deviations**2).sum(0) / degrees)
-    gap = evidence.between_two(GAP, of_means, degrees, n, of)
-    return Band(kind, gap, tuple(zip(at, halves.tolist(), strict=True)))
+        return Band()
+    deviations = np.concatenate([losses - losses.mean(0) for losses in several])  # [runs, iterations]
+    degrees = len(deviations) - len(several)
+    by_iteration = np.sqrt((deviations**2).sum(0) / degrees)
+    return Band(len(deviations), degrees, tuple(zip(at, by_iteration.tolist(), strict=True)))
 
 
-def placed(recipes: Iterable[tuple[str, Estimate, Iterable[Band]]]) -> list[Sentence]:
-    """A sentence for each known band, which places the gaps in it. recipes: (name, mean gap, its bands)."""
-    gaps: dict[Band, list[Named]] = {}
-    for name, gap, bands in recipes:
-        for band in bands:
-            if not band.missing:
-                gaps.setdefault(band, []).append((name, gap))
-    return [band.place(named) for band, named in gaps.items()]
+def bands_of(recipes: Sequence[RecipeRuns], table: pd.DataFrame, losses: Losses, gaps: pd.DataFrame) -> dict[str, Band]:
+    """The band of each recipe by its run_id: of the bf16 runs with the settings of its reference, over the iterations
+    of its gap. table: of `runs_with_references`; gaps: of `loss_gaps`."""
+    settings = settings_of_references(table)
+    plain = (table["recipe"] == BF16) & ~table["quantized"] & table["stated"]
+    alike = dict(iter(table[plain].groupby("settings", sort=False)))
+    at = {str(run_id): frozenset(part) for run_id, part in gaps.groupby("run_id")["iteration"]}
+    known: dict[Any, Band] = {}
+    bands = {}
+    for recipe in recipes:
+        of, iterations = settings[recipe.run_id], at.get(recipe.run_id, frozenset())
+        if not iterations:
+            continue
+        if (of, iterations) not in known:
+            runs = alike.get(of, table.iloc[:0])
+            plain_runs = [
+                PlainRun(data, [step for step in losses.get(run_id, ()) if step["loss"] is not None])
+                for data, run_id in zip(runs["data"], runs["run_id"], strict=True)
+            ]
+            known[of, iterations] = band_of(plain_runs, iterations)
+        bands[recipe.run_id] = known[of, iterations]
+    return bands
 
 
-def missing(bands: Iterable[Band]) -> list[str]:
-    """Why bands are unknown, each reason once."""
-    return list(dict.fromkeys(band.missing for band in bands if band.missing))
+def settings_of_references(table: pd.DataFrame) -> dict[str, Any]:
+    """The settings of the first reference of each run that has one."""
+    own = dict(zip(table["run_id"], table["settings"], strict=True))
+    references = zip(table["run_id"], table["references"], strict=True)
+    return {run_id: own[ids[0]] for run_id, ids in references if ids and ids[0] in own}

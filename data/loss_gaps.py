@@ -58,7 +58,7 @@ def costs(gaps: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:
     """A row per quantized run that has a gap or has diverged, the largest |gap| first, those that diverged last. table:
     of `with_outcomes`.
 
-    Columns run_id, label, name, recipe, settings, start, parts (what is rounded, in words), gap (mean over the
+    Columns run_id, label, name, group, recipe, settings, start, parts (what is rounded, in words), gap (mean over the
     iterations that both have; NaN if the loss has become NaN or infinite for good), last (at the last), measured (a
     RoundingAlone; None if there is none), alone (its change, else NaN), added (the last gap minus that at the iteration
     in which rounding alone was measured; NaN without one of them), iterations, only (the part, where only one is
@@ -80,13 +80,13 @@ def costs(gaps: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:
         gap, last, added = _of_gaps(part, alone) if usable else (np.nan, np.nan, np.nan)
         rounded = {name: run[name] for name in PARTS if run[name] not in (None, BF16)}
         only, spec = next(iter(rounded.items())) if len(rounded) == 1 else (None, None)
-        row = {name: run[name] for name in ("run_id", "label", "name", "recipe", "settings", "start")}
+        row = {name: run[name] for name in ("run_id", "label", "name", "group", "recipe", "settings", "start")}
         row |= {"parts": ", ".join(f"{name} {fmt}" for name, fmt in rounded.items()), "gap": gap}
         row |= {"last": last, "added": added, "iterations": len(part), "only": only, "spec": spec}
         row |= {"measured": alone, "alone": alone.change if alone else np.nan}
         row |= {"outcome": outcome.text(reference, labels.get(name, BF16)) or None, "diverged": outcome.diverged}
         rows.append(row | {"ended": outcome.diverged is None and outcome.ended_before(reference)})
-    columns = ["run_id", "label", "name", "recipe", "settings", "start", "parts", "gap", "measured", "alone"]
+    columns = ["run_id", "label", "name", "group", "recipe", "settings", "start", "parts", "gap", "measured", "alone"]
     columns += ["last", "added", "iterations", "only", "spec", "outcome", "diverged", "ended"]
     frame = pd.DataFrame(rows, columns=columns).astype({"diverged": float, "outcome": object})
     frame["outcome"] = frame["outcome"].where(frame["outcome"].notna(), None)
@@ -106,7 +106,7 @@ def _of_gaps(part: pd.DataFrame, alone: RoundingAlone | None) -> tuple[float, fl
 @dataclass(frozen=True)
 class RecipeRuns:
     """Runs of one recipe and of the same settings: the gap on each data and start (of the newest run), and the part and
-    format, if only one part is rounded. label: of the only run, else the recipe's name. alone: what the runs measured,
+    format, if only one part is rounded. label: the `group` of `runs_with_references`. alone: what the runs measured,
     and added: as in `costs`, where they are known. runs: their run_ids; run_id: the newest. diverged: the iteration, of
     each start that did. outcome: in words; "" if all trained to the end."""
 
@@ -140,10 +140,10 @@ def by_recipe(costs: pd.DataFrame, oldest_first: Sequence[str]) -> list[RecipeRu
     """`costs` by recipe and settings, the largest |mean gap| first, those of which a run diverged last, the earliest at
     the very end. oldest_first: the run_ids."""
     recipes, place = [], {run_id: at for at, run_id in enumerate(oldest_first)}
-    for (name, _), runs in costs.groupby(["name", "settings"], sort=False):
+    for _, runs in costs.groupby(["name", "settings"], sort=False):
         runs = runs.sort_values("run_id", key=lambda ids: ids.map(place)).drop_duplicates("start", keep="last")
         newest = runs.iloc[-1]
-        label = newest["label"] if len(runs) == 1 else str(name)
+        label = str(newest["group"])
         gaps = dict(zip(runs["start"], runs["gap"], strict=True))
         alone, added = (runs.dropna(subset=[name]).set_index("start")[name].to_dict() for name in ("measured", "added"))
         ids, lost = tuple(runs["run_id"]), runs.dropna(subset=["diverged"]).set_index("start")["diverged"].astype(int)

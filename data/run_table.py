@@ -17,7 +17,7 @@ import pandas as pd
 from binade.data.catalog import Catalog
 from binade.data.difference import OVERRIDES
 from binade.data.rounding_alone import rounding_alone_of
-from binade.data.runs import is_lost, read_steps
+from binade.data.runs import IMPORT, is_lost, read_steps
 from binade.data.same_data import (
     CONFIGURATION,
     branch_of,
@@ -37,6 +37,7 @@ NAMED_SETTINGS = (
     "seed", "branch_of", "model", "size", "dataset", "layers", "learning_rate", "train_iters", "warmup_iterations",
     "micro_batches", "micro_batch_size", "sequence_length", "tp", "dp", "sequence_parallel", *OVERRIDES,
 )  # fmt: skip
+OF_GROUPS = ("kind", *(name for name in NAMED_SETTINGS if name not in ("seed", "model", "size", "dataset")))
 MOST_NAMED = 2
 OF_MODEL = ("model", "size", "dataset")
 PARTS = {"linear": "Linear layers", "QK": "QKᵀ", "PV": "PV", "router": "Router", "product": "Declared products"}
@@ -49,6 +50,9 @@ def runs_with_references(runs: pd.DataFrame, parts: pd.DataFrame) -> pd.DataFram
     rounded    the recipe; what was rounded if its name does not say so; for an import, the run's id
     name       the one that users gave it, else `rounded`
     label      the name, unique
+    workload   what was trained on what, as `workload_of`
+    group      the name of its recipe over seeds, unique within the workload: the name, and if runs with other settings
+               share it, the settings in which they differ
     PARTS      one column per part: its format, "bf16" if it is not rounded; None if only losses were imported
     branch_of  the run_id of the run from which it branched off, or None
     branched   the first iteration of a branch; minus infinity for a run from the start
@@ -108,7 +112,35 @@ def runs_with_references(runs: pd.DataFrame, parts: pd.DataFrame) -> pd.DataFram
     table["rounded"] = [_rounded(row) for _, row in table.iterrows()]
     table["name"] = runs["name"].fillna(table["rounded"])
     table["label"] = run_labels(table.assign(config=runs["config"]))
+    table["workload"] = pd.Series([*map(workload_of, shared)], table.index, object)
+    table["group"] = _group_names(table, shared)
     return table
+
+
+def workload_of(config: Mapping[str, Any]) -> str:
+    """Model, size and data of a run in words, from its run.json: "llama32-1b tiny, wikipedia"."""
+    named = " ".join(str(config[name]) for name in ("model", "size") if config.get(name))
+    return one_line(f"{named or 'unnamed model'}, {config.get('dataset') or 'unnamed data'}", 100)
+
+
+def _group_names(table: pd.DataFrame, configs: Sequence[Mapping[str, Any]]) -> pd.Series:
+    """`group` of each run. configs: of the runs, in the order of the table, whose index is 0, 1 …"""
+    names = table["name"].astype(object).copy()
+    groups: dict[tuple[str, str], dict[Any, list[int]]] = {}
+    for at, (workload, name, settings) in enumerate(
+        zip(table["workload"], table["name"], table["settings"], strict=True)
+    ):
+        groups.setdefault((workload, name), {}).setdefault(settings, []).append(at)
+    alike = [[*by_settings.values()] for by_settings in groups.values()]
+    for several in alike:
+        if len(several) > 1:
+            for places, more in zip(several, _apart([configs[at[-1]] for at in several]), strict=True):
+                names.iloc[places] += more
+            texts = [names.iloc[places[0]] for places in several]
+            for places, text in zip(several, texts, strict=True):
+                if texts.count(text) > 1:
+                    names.iloc[places] = table["label"].iloc[places[-1]]
+    return names
 
 
 def has_reference(table: pd.DataFrame) -> pd.Series:
@@ -155,6 +187,16 @@ def run_labels(runs: pd.DataFrame) -> list[str]:
     return name.where(~name.duplicated(keep=False), runs["run_id"]).tolist()
 
 
+def _apart(configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What sets groups of runs apart, the fewest settings that do: " · learning rate 0.003"."""
+    said = [""] * len(configs)
+    for name in OF_GROUPS:
+        texts = [_text(name, config) for config in configs]
+        if len({*texts}) > 1 and len({*said}) < len(said):
+            said = [", ".join(filter(None, pair)) for pair in zip(said, texts, strict=True)]
+    return [f" · {text}" if text else "" for text in said]
+
+
 def _differences(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     """What sets each of several runs apart from the others, at most MOST_NAMED settings: " · seed 2, tp 2"."""
     varying = [name for name in NAMED_SETTINGS if len({_text(name, config) for config in configs}) > 1]
@@ -165,6 +207,8 @@ def _differences(configs: Sequence[Mapping[str, Any]]) -> list[str]:
 def _text(name: str, config: Mapping[str, Any]) -> str:
     """A setting of a run in words; "" if it is unknown or none."""
     value = config.get(name)
+    if name == "kind":
+        return "imported" if value == IMPORT else ""
     if name == "branch_of" and value:
         return f"from iteration {value['iteration']}"
     if value is None or value is False or value in ("", []) or (name in ("tp", "dp") and value == 1):

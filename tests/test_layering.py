@@ -245,7 +245,6 @@ LONG_FUNCTIONS = {
     "quant/backends/triton_scores.py:add_score": "a kernel",
     "quant/backends/triton_summary.py:summarize_kernel": "a kernel",
     "collector/training/loop.py:_train": "the order of a run, line by line",
-    "app/questions/runs/page.py:_table": "the columns of the table of runs",
 }
 
 

@@ -11,7 +11,7 @@ import streamlit as st
 
 from binade.app import address
 from binade.app.formatting import bytes_text, duration_text, plain
-from binade.app.jobs import collecting, import_view, recipe_view
+from binade.app.jobs import collecting, recipe_view
 from binade.app.jobs.collecting import Form, wrapped
 from binade.app.questions.shared.runs import every_run
 from binade.app.view import Reading, View
@@ -55,7 +55,6 @@ def show(opened: Catalog, view: View, reading: Reading) -> None:
         _fields()
     with summary, st.container(key="collect_summary"):
         _summary(opened, view)
-    import_view.show(opened)
     st.session_state[LEFT] = {name: value for name, value in st.session_state.items() if str(name).startswith(PREFIX)}
 
 

@@ -11,7 +11,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
@@ -23,19 +23,22 @@ from threading import Thread
 import streamlit as st
 from streamlit.runtime.uploaded_file_manager import UploadedFile
 
-from binade.app import uploads
+from binade.app import address, uploads
 from binade.app.formatting import plain
 from binade.app.questions.shared.runs import every_run, run_titles
+from binade.app.view import Reading, View
 from binade.collector.imports.readers.events import NAME as EVENT_FILE
 from binade.collector.imports.registry import statistics_of
 from binade.data.access import check_writable
 from binade.data.catalog import Catalog
 from binade.data.store import SUFFIXES, remove_directory, staged_directory
+from binade.data.text import counted
 
 FOLDER = ".uploads"  # in the root
 FILES, DIRECTORY, PATH = "Upload files", "Upload a directory", "A path on the server"
 LONGEST_NAME = 100
 DEEPEST = 12  # names of a path
+MOST_LINKED = 12  # runs that a link names
 BEAT = 1.0  # seconds between looks at whether the page was left
 IMPORTING = "Importing. If you leave this page, the import ends, and no more is imported."
 RECOGNIZED = "import_recognized"  # in the session's state: (what was asked, exit status, lines)
@@ -62,32 +65,32 @@ class Upload:
         return files[0] if len(files) == 1 and is_log else folder
 
 
-def show(opened: Catalog) -> None:
-    with st.expander("Import files of another tool", icon=":material/upload_file:"):
-        st.caption("Loss logs, tensor dumps and checkpoints, recognized by their content.")
-        ways = (FILES, DIRECTORY, PATH)
-        way = st.radio("From", ways, horizontal=True, key="import_way", label_visibility="collapsed")
-        given: list[UploadedFile] = []
-        path = ""
-        if way == PATH:
-            path = st.text_input("File or directory", key="import_path").strip()
-        else:
-            key = "import_directory" if way == DIRECTORY else "import_upload"
-            given = uploads.uploader_of_several("Directory" if way == DIRECTORY else "Files", key, way == DIRECTORY)
-        a, b = st.columns(2)
-        recipe = a.text_input("Recipe of the losses", key="import_recipe", help=HELP).strip()
-        titles = run_titles(every_run(opened))
-        like = b.selectbox(
-            "Same model, data and seed as", [*titles][::-1], index=None, key="import_like",
-            format_func=lambda run_id: titles.get(run_id, run_id), placeholder="unknown",
-        )  # fmt: skip
-        options = [f"--recipe={recipe}"] * bool(recipe) + [f"--like={like}"] * bool(like)
-        if given or path:
-            _offer(opened.root, given, path, options)
+def show(opened: Catalog, view: View, reading: Reading) -> None:
+    st.caption("Loss logs, tensor dumps and checkpoints of other tools, recognized by their content.")
+    ways = (FILES, DIRECTORY, PATH)
+    way = st.radio("From", ways, horizontal=True, key="import_way", label_visibility="collapsed")
+    given: list[UploadedFile] = []
+    path = ""
+    if way == PATH:
+        path = st.text_input("File or directory", key="import_path").strip()
+    else:
+        key = "import_directory" if way == DIRECTORY else "import_upload"
+        given = uploads.uploader_of_several("Directory" if way == DIRECTORY else "Files", key, way == DIRECTORY)
+    a, b = st.columns(2)
+    recipe = a.text_input("Recipe of the losses", key="import_recipe", help=HELP).strip()
+    titles = run_titles(every_run(opened))
+    like = b.selectbox(
+        "Same model, data and seed as", [*titles][::-1], index=None, key="import_like",
+        format_func=lambda run_id: titles.get(run_id, run_id), placeholder="unknown",
+    )  # fmt: skip
+    options = [f"--recipe={recipe}"] * bool(recipe) + [f"--like={like}"] * bool(like)
+    if given or path:
+        _offer(opened, view, given, path, options)
 
 
-def _offer(root: Path, given: Sequence[UploadedFile], path: str, options: list[str]) -> None:
+def _offer(opened: Catalog, view: View, given: Sequence[UploadedFile], path: str, options: list[str]) -> None:
     """Show what is recognized, and a button that imports it."""
+    root = opened.root
     try:
         check_writable("importing")
         upload = uploaded([(file.name, file.getvalue()) for file in given]) if given else None
@@ -109,7 +112,10 @@ def _offer(root: Path, given: Sequence[UploadedFile], path: str, options: list[s
         else:
             st.code("\n".join(lines), language=None)
             if st.button("Import", type="primary", icon=":material/download:", key="import_files"):
+                before = set(opened.runs()["run_id"])
                 _import(root, upload, path, options)
+                opened.sync()
+                _tell(opened, view, before)
     except (ValueError, OSError) as error:  # read-only access, or a path that no file can have
         st.error(plain(f"{error}."), icon=":material/block:")
 
@@ -127,6 +133,23 @@ def _import(root: Path, upload: Upload | None, path: str, options: list[str]) ->
         st.code("\n".join(lines), language=None)
     if upload:
         uploads.drop()
+
+
+def _tell(opened: Catalog, view: View, before: Collection[str]) -> None:
+    """What was imported, with a link to it."""
+    runs = opened.runs()
+    made = runs[~runs["run_id"].isin(before)]
+    if made.empty:
+        return
+    tensors = int(made["tensors"].sum())
+    what = [counted(tensors, "tensor")] if tensors else []
+    what += ["losses"] if made["first_step"].notna().any() else []
+    st.success(f"{counted(len(made), 'run')} with {' and '.join(what) or 'nothing'} imported.", icon=":material/check:")
+    ids = made["run_id"].tolist()
+    if tensors:
+        recorded = made.loc[made["tensors"] > 0, "run_id"].iloc[0]
+        address.link(view.at("map", run_id=recorded), "Open it in the Map", ":material/grid_on:")
+    address.link(view.at("runs", "", chosen=ids[:MOST_LINKED]), "See the runs", ":material/science:")
 
 
 def uploaded(files: Sequence[tuple[str, bytes]]) -> Upload:

@@ -87,6 +87,7 @@ TOOLS = {
              empty=True),
         PagePart("collect", "New collection", ":material/play_circle:", "binade.app.jobs.collect_page", writes=True,
              takes={"form": lambda opened: AnyText()}, empty=True),
+        PagePart("import", "Import", ":material/upload_file:", "binade.app.jobs.import_view", writes=True, empty=True),
     ),
     "notebook": (
         PagePart("sessions", "Sessions", ":material/bookmarks:", "binade.app.sessions.page",

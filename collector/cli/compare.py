@@ -60,9 +60,6 @@ IF_KNOWN = {ALONE: "alone", MEASURED: "effect", HELD_OUT: "held_out"}  # the col
 LEGEND = (
     *(f"{field.title}: {field.definition}." for field in (*RECIPE_FIELDS, *OPERAND_FIELDS[:3]) if field.definition),
     f"Steps: {JUDGED} A step of an ablation is compared with the step before, or with the full recipe.",
-    "Bands hold 95% of the mean gaps between two bf16 runs with these settings: with other seeds, or of the same "
-    "weights and data in another order of reduction. One seed is placed by its value. Published gaps are of other "
-    "models.",
 )
 
 
@@ -121,7 +118,7 @@ def _section(opened: Catalog, runs: pd.DataFrame, model: dict[str, Any]) -> Comp
         measured_sentence(opened, compared),
         rounded_twice(configs[recipe.run_id] for recipe in compared.recipes),
         gradients_note(configs[recipe.run_id] for recipe in compared.recipes),
-        *compared.missing,
+        compared.unknown,
         *left_out(table),
         operands_left(compared.recipes),
         *unread,

@@ -727,7 +727,7 @@ class TestRecipes:
         alone = table.assign(references=references)
         found = cost(catalog, Filter(), alone)
         assert found.problems == ("Left out, because no bf16 run saw the same data: mxfp4.",)
-        assert set(found.tables["costs"]["label"]) == {"hifp8", "mxfp8"}
+        assert set(found.tables["recipes"]["label"]) == {"hifp8", "mxfp8"}
 
     def test_recipes_have_the_gaps_of_their_seeds(self):
         rows = [
@@ -737,10 +737,12 @@ class TestRecipes:
             ("d", "PV_mxfp4", "s", "2", 0.4, "PV", "mxfp4"),
         ]
         columns = ["run_id", "name", "settings", "start", "gap", "only", "spec"]
-        costs = pd.DataFrame(rows, columns=columns).assign(label=lambda table: table["name"] + table["run_id"])
+        costs = pd.DataFrame(rows, columns=columns).assign(
+            label=lambda table: table["name"] + table["run_id"], group=lambda table: table["name"]
+        )
         costs = costs.assign(first=costs["gap"] / 2, added=math.nan, diverged=math.nan, outcome=None)
         qk, pv = loss_gaps.by_recipe(costs, costs["run_id"].tolist())
-        assert (qk.label, pv.label) == ("QK_mxfp4b", "PV_mxfp4") and pv.gaps == {"1": 0.1, "2": 0.4}
+        assert (qk.label, pv.label) == ("QK_mxfp4", "PV_mxfp4") and pv.gaps == {"1": 0.1, "2": 0.4}
         assert pv.first == {"1": 0.05, "2": 0.2} and pv.added == {}
         expected = stats.ttest_1samp([0.1, 0.4], 0).confidence_interval(0.95)
         assert (pv.gap.low, pv.gap.high) == pytest.approx(tuple(expected)) and math.isinf(qk.gap.high)

@@ -1,4 +1,4 @@
-"""Importing files on Runs > New collection: what is recognized is shown first, and `binade import` does the rest."""
+"""Importing files on Runs › Import: what is recognized is shown first, and `binade import` does the rest."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STATE = {"log_history": [{"step": step, "loss": 3.0 - step / 10} for step in (1,
 
 @pytest.fixture
 def at(visit: Visit, tmp_path: Path) -> AppTest:
-    found = visit(tmp_path / "runs", "collect")
+    found = visit(tmp_path / "runs", "runs", view="import")
     found.session_state["root"] = tmp_path / "runs"
     return found
 
@@ -168,5 +168,5 @@ def test_a_path_that_cannot_be_read_is_one_line(at: AppTest, path: str):
 
 def test_a_viewer_sees_no_importer(visit: Visit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("BINADE_READ_ONLY", "1")
-    at = visit(tmp_path / "runs", "collect")
+    at = visit(tmp_path / "runs", "runs", view="import")
     assert not at.get("file_uploader") and not at.expander

@@ -1,4 +1,4 @@
-"""Runs › Recipes: the measured change of the loss beside the gaps, and the button that queues a measurement."""
+"""Runs › Recipes: the measured change of the loss beside the gaps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from binade.app.view import View
 from binade.cli import main
 from binade.collector import jobs
 from binade.collector.cli.compare import cells, sections
-from binade.collector.jobs import queue
 from binade.collector.recipes.files import to_toml
 from binade.collector.recipes.parse import parse_recipe
 from binade.data.catalog import Catalog
@@ -20,7 +19,6 @@ from binade.data.effects import recipe_sha256
 from binade.data.runs import DONE, RunWriter
 from tests.app import roots
 from tests.app.test_gap_bands import train
-from tests.app.test_pages import Visit, rerun
 from tests.collector.test_jobs import end_all
 from tests.data.builder import CONFIG
 from tests.data.experiments import Effect, append_effect
@@ -84,24 +82,6 @@ def test_a_measurement_is_that_of_the_recipe_that_rounds_the_same(
     with Catalog.open(tmp_path / "runs") as opened:
         table = LOSS.draw(opened).tables["recipes"].set_index("label")
     assert table.index[table["effect"].notna()].tolist() == shown
-
-
-def test_a_click_queues_the_command_that_is_shown(visit: Visit, collected: Path, tmp_path: Path):
-    root = roots.copy(collected, tmp_path / "runs")
-    at = visit(root, "recipes")
-    run_id = at.selectbox(key="measured_run").value
-    (shown,) = (code.value for code in at.code if code.value.startswith("binade measure "))
-    try:
-        at.button(key="measure").click()
-        rerun(at)
-        assert not at.exception and any("The measurement is queued" in each.value for each in at.success)
-        (job,) = queue.read_jobs(root)
-        assert job.command[:2] == ("measure", run_id) and f"binade {' '.join(job.arguments)} " in shown + " "
-    finally:
-        for job in queue.read_jobs(root):
-            if jobs.view_of(root, job).active:
-                jobs.cancel(root, job.id)
-        end_all(root)
 
 
 @pytest.mark.thorough

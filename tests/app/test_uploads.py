@@ -44,7 +44,7 @@ def test_a_session_holds_one_file_while_its_page_asks_for_one(app: str):
 
 def test_a_page_that_asks_for_several_files_holds_them_together(app: str):
     with Tab(app) as tab:
-        tab.visit("runs", "view=collect")
+        tab.visit("runs", "view=import")
         assert [tab.put(b"x" * 1000, file) for file in "abc"] == [204] * 3
         until(lambda: tab.held() == 3000, "all three")
         first = tab.begin(LARGEST // 2, "d")  # two at a time

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import argparse
 
-from tests.data.null_cases import names_gap, names_slope, names_trend, share
+from tests.data.null_cases import leaves, names_gap, names_slope, names_trend, share
 
 DEVIATIONS = (0.0, 0.004, 0.008, 0.015)
 AUTOCORRELATIONS = (0.0, 0.5, 0.8, 0.9)
+OF_GAPS = (0.0, 0.5, 0.9, 1.0)  # of successive gaps; 1: a random walk
 
 
 def main() -> None:
@@ -29,8 +30,15 @@ def main() -> None:
         for fall in (4, 8, 16):
             found = [share(cases, names_trend, points, phi, fall, 1) for phi in AUTOCORRELATIONS]
             rows.append((f"found: a fall by {fall} deviations, {points} iterations", "the same", found))
+    for seeds, pairs in ((1, 1), (3, 3), (5, 2), (5, 5)):
+        what = f"{seeds} seeds of 5 recipes, {pairs} bf16 runs repeated"
+        found = [share(cases, leaves, seeds, pairs, phi) for phi in OF_GAPS]
+        rows.append((f"leaves bf16, {what}", f"autocorrelation {OF_GAPS}", found))
+        for gap in (0.02, 0.05, 0.1):
+            found = [share(cases, leaves, seeds, pairs, phi, gap) for phi in OF_GAPS]
+            rows.append((f"found: a gap of {gap / 0.01:g} deviations, {what}", "the same", found))
     for sentence, over, found in rows:
-        print(f"{sentence:<52} {over:<42} {', '.join(f'{value:g}' for value in found)}")
+        print(f"{sentence:<72} {over:<42} {', '.join(f'{value:g}' for value in found)}")
 
 
 if __name__ == "__main__":

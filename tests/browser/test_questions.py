@@ -416,6 +416,6 @@ def test_every_chart_can_be_saved_with_its_caption(visitor: Visitor, tmp_path: P
     for text in (svg, table):
         for words in ("their bf16 runs, from loss.jsonl", "Gap: the run’s loss minus that of bf16", "Data: "):
             assert words in text, words
-    assert "<svg" in svg and "What each recipe costs" in svg
+    assert "<svg" in svg and "Mean gap to bf16" in svg
     rows = pd.read_csv(tmp_path / "binade-costs.csv", comment="#")
     assert rows["gap"].notna().all() and rows["label"].is_unique and {"run_id", "low", "high"} <= set(rows)

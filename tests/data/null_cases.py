@@ -14,6 +14,7 @@ from scipy.signal import lfilter
 
 from binade.data import evidence
 from binade.data.fields import Field
+from binade.data.gap_bands import PlainRun, band_of
 from binade.data.held_out import HeldOut, differences, held_out_gap, held_out_sentence
 
 Random = np.random.Generator
@@ -65,3 +66,36 @@ def names_trend(rng: Random, points: int, phi: float, fall: float = 0.0, layers:
     rows = correlated(rng, phi, (layers, points)) - fall * np.linspace(0, 1, points)
     items = [(f"layer {at}", evidence.trend(DB, range(points), row, "iterations")) for at, row in enumerate(rows)]
     return "no trend over iterations" not in evidence.trends(items, "The SQNR", "over iterations", "layers")
+
+
+ITERATIONS, RECIPES = 60, 5  # of the runs below
+
+
+def leaves(rng: Random, seeds: int, pairs: int, phi: float, gap: float = 0.0) -> bool:
+    """Whether any of RECIPES leaves bf16. Of the bf16 runs of so many seeds, so many are repeated with other bits, and
+    the recipes are compared with the first of each seed. Each run differs from what its seed has in common by a series
+    of this autocorrelation, 1 for a random walk, with a deviation of 0.01 nats at the end; recipes also by a gap, which
+    grows until then."""
+    noise = iter(_noise(rng, phi, seeds * (RECIPES + 1) + pairs))
+    losses = rng.normal(3, 0.1, (seeds, ITERATIONS))
+    plain = losses + [next(noise) for _ in range(seeds)]
+    repeats = [losses[seed] + next(noise) for seed in range(pairs)]
+    runs = [PlainRun(str(number % seeds), _steps(run)) for number, run in enumerate((*plain, *repeats))]
+    band = band_of(runs, range(ITERATIONS))
+    for _ in range(RECIPES):
+        trained = losses + [next(noise) for _ in range(seeds)] + gap * np.linspace(0, 1, ITERATIONS)
+        gaps = dict(enumerate((trained - plain).mean(axis=0)))
+        if band.left_at(gaps, seeds, RECIPES) is not None:
+            return True
+    return False
+
+
+def _steps(losses: np.ndarray) -> list[dict[str, float]]:
+    return [{"iteration": at, "loss": loss} for at, loss in enumerate(losses.tolist())]
+
+
+def _noise(rng: Random, phi: float, runs: int) -> np.ndarray:
+    if phi < 1:
+        return 0.01 * correlated(rng, phi, (runs, ITERATIONS))
+    walks: np.ndarray = np.cumsum(rng.standard_normal((runs, ITERATIONS)), axis=1) * 0.01 / math.sqrt(ITERATIONS)
+    return walks

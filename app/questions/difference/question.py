@@ -22,7 +22,7 @@ from binade.data.catalog import Catalog
 from binade.data.difference import EXPLAINED, TOLERANCE, Difference, Tolerance, default_tolerance
 from binade.data.difference_text import RELATIVE, conclusion
 from binade.data.evidence import Sentence, exact, extreme, say, together
-from binade.data.runs import RunError
+from binade.data.runs import DONE, RunError
 
 NOTE = (
     "Matches the tensors of two runs of the same model and data, after joining the shards of all ranks, and compares "
@@ -47,19 +47,33 @@ COLUMNS = {
 FORMAT_COLUMNS = {"place": Column("Operands"), "a": Column("Run A"), "b": Column("Run B")}
 
 
-def _newest(first: int) -> Callable[[Catalog], One]:
+def pair_of(opened: Catalog) -> tuple[str, ...]:
+    """The runs that are compared by default: the newest one that ended well and recorded tensors, after the bf16 run on
+    the same data, or else the run before it. Imports, and runs that failed, only if there are no others."""
+    runs = opened.runs()
+    kinds = runs["config"].map(lambda config: json.loads(config).get("kind"))
+    sound = runs[(runs["state"] == DONE) & (runs["tensors"] > 0) & kinds.isna()]["run_id"].tolist()
+    references = dict(zip(*(every_run(opened)[name] for name in ("run_id", "references")), strict=True))
+    for run_id in sound:
+        known = [other for other in references.get(run_id, ()) if other in sound and other != run_id]
+        if known:
+            return known[0], run_id
+    newest = list(dict.fromkeys([*sound, *runs["run_id"]]))[:2]
+    return tuple(newest[::-1])
+
+
+def _first(place: int) -> Callable[[Catalog], One]:
     """The runs: the default, then the others, newest first."""
 
     def runs(opened: Catalog) -> One:
-        names = opened.runs()["run_id"].tolist()
-        return One(tuple(dict.fromkeys([*names[first : first + 1], *names])), "run")
+        return One(tuple(dict.fromkeys([*pair_of(opened)[place : place + 1], *opened.runs()["run_id"]])), "run")
 
     return runs
 
 
 CONTROLS = (
-    Control(name="run_a", label="Run A", param=_newest(1), widget="list", row="runs"),
-    Control(name="run_b", label="Run B", param=_newest(0), widget="list", row="runs"),
+    Control(name="run_a", label="Run A", param=_first(0), widget="list", row="runs"),
+    Control(name="run_b", label="Run B", param=_first(1), widget="list", row="runs"),
     Control(
         name="tolerance", label="Tolerance", param=One(TOLERANCES), titles=TITLES, widget="list", row="runs",
         help="By default 2⁻⁵, four units in the last place of bfloat16: summing in a different order can cause such "

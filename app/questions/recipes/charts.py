@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pandas as pd
 
 from binade.app import plot, style
 from binade.app.figure import Chart
-from binade.app.questions.recipes.bands import NONE
 from binade.app.questions.shared.loss_chart import MOST_POINTS, marked_points
-from binade.data.gap_bands import BandKind
 from binade.data.text import number_text
 
 
@@ -18,27 +15,7 @@ def _gap(base: str) -> str:
     return "gap to bf16" if base == "bf16" else "gap"
 
 
-BANDS = {BandKind.SEEDS.value: style.GREY, BandKind.REORDERING.value: style.PALETTE[2]}
-REACH = 2.0  # times the largest gap: as far as an axis reaches to show a band
-SHADE, LABEL = 0.25, 200  # opacity of a band, pixels of its name
-
-
-def _shades(bands: pd.DataFrame) -> plot.Look:
-    """Color and legend of the bands behind a chart, and what the pointer shows."""
-    colors = {name: BANDS[name] for name in BANDS if name in set(bands["band"])}
-    look = {"symbolType": "square", "symbolOpacity": 2 * SHADE, "symbolStrokeWidth": 0, "labelLimit": LABEL}
-    names = [name for name in ("label", "band", "range", "n", "source") if name in bands]
-    fill = plot.named("band", colors, {"title": None, "orient": "bottom"} | look, "fill")
-    return {"fill": fill, "clip": True, "tips": {name: "recipe" if name == "label" else name for name in names}}
-
-
-def _ends(gaps: pd.Series, bands: pd.DataFrame) -> tuple[float, float, float]:
-    """(the ends of an axis that shows 0, the gaps and, as far as REACH, the bands; the largest gap)."""
-    most = float(gaps.abs().max()) if len(gaps) else 0.0
-    most = most or 1.0
-    shades = bands[["low", "high"]].clip(-REACH * most, REACH * most)
-    ends = np.concatenate([gaps, shades.to_numpy(float).ravel(), [0.0]])
-    return float(ends.min()), float(ends.max()), most
+SHADE = 0.22  # opacity of the band
 
 
 def gaps(
@@ -46,70 +23,59 @@ def gaps(
     subtitle: str | list[str],
     looks: style.Looks | None = None,
     base: str = "bf16",
-    bands: pd.DataFrame = NONE,
-    marks: pd.DataFrame = NONE,
+    band: pd.DataFrame | None = None,
+    marks: pd.DataFrame | None = None,
 ) -> Chart:
-    """Each run’s loss minus that of `base`, from `loss_gaps`; the rule is `base`. looks: of runs; bands: by
-    iteration; marks: where recipes leave bf16's band or diverge, with columns iteration, gap and text."""
+    """The gap of each recipe to `base` by iteration, columns label, iteration and gap; the rule is `base`. Under the
+    pointer, a rule shows the gap of every recipe at the nearest iteration. looks: by label; band: of bf16, with columns
+    iteration, low and high; marks: where recipes leave bf16 or diverge, with columns iteration, gap and text."""
     shown = table.rename(columns={"label": "group"})
     groups = style.groups_of(shown)
-    domain: plot.Look = {"domain": _ends(table["gap"], bands)[:2]} if len(bands) else {}
-    x, y = plot.iterations(nice=False, padding=16), plot.y("gap", f"{_gap(base)} (nats per token)", **domain)
+    x, y = plot.iterations(nice=False, padding=16), plot.y("gap", f"{_gap(base)} (nats per token)")
     layers: list[Chart] = []
-    if len(bands):  # one tooltip for all of an area would be wrong: those of rules are shown
-        places: plot.Look = {"x": "iteration", "y": "low", "y2": "high"} | _shades(bands)
-        area = plot.mark("area", bands, opacity=SHADE, **{**places, "tips": None}, tooltip=None)
-        layers = [area, plot.mark("rule", bands, strokeWidth=8, opacity=0, **places)]
+    if band is not None and len(band):
+        ends = band.assign(low=band["low"].clip(lower=-_reach(table)), high=band["high"].clip(upper=_reach(table)))
+        layers = [plot.mark("area", ends, x=x, y="low", y2="high", opacity=SHADE, color=style.GREY, tooltip=None)]
     lines = plot.mark(
-        "line", shown, x=x, y=y, point=36 if len(shown) <= MOST_POINTS else 0, only=["run_id"],
-        color=style.color(groups, "run", line=True, own=looks), strokeDash=style.dash(groups, "run", own=looks),
-        tips=plot.tips(
-            group="run", iteration="iteration", loss=("loss (nats per token)", ".4f"), gap=(_gap(base), "+.4f")
-        ),
+        "line", shown, x=x, y=y, point=36 if len(shown) <= MOST_POINTS else 0,
+        color=style.color(groups, "recipe", line=True, own=looks), strokeDash=style.dash(groups, "recipe", own=looks),
     )  # fmt: skip
-    layers += [plot.rule(y=0.0), style.labelled(lines, groups)]
-    if len(marks):
+    layers += [plot.rule(y=0.0), style.labelled(lines, groups), *plot.pointer(lines, groups, "gap")]
+    if marks is not None and len(marks):
         layers.append(marked_points(marks, plot.x("iteration"), y))
-    return plot.layers(f"Loss gap to {base} by iteration", subtitle, *layers)
+    return plot.layers(f"Gap to {base} by iteration", subtitle, *layers)
+
+
+def _reach(table: pd.DataFrame) -> float:
+    """How far an axis reaches to show the band: twice the largest gap."""
+    return 2 * float(table["gap"].abs().max()) if len(table) else 1.0
 
 
 def costs(
-    table: pd.DataFrame,
-    subtitle: str | list[str],
-    looks: style.Looks | None = None,
-    base: str = "bf16",
-    bands: pd.DataFrame = NONE,
+    table: pd.DataFrame, subtitle: str | list[str], looks: style.Looks | None = None, base: str = "bf16"
 ) -> Chart:
     """The mean gap of each recipe with the interval over its seeds, the largest at the top, those that diverged below:
-    columns label, gap, low, high, seeds, text and outcome. looks: by label; bands: of each recipe, from `bands.rows`.
-    """
+    columns label, gap, low, high, seeds, text and outcome. looks: by label."""
     order = table["label"].tolist()
+    ends = pd.concat([table["gap"], table["low"], table["high"]]).dropna()
+    most = float(table["gap"].abs().max()) if table["gap"].notna().any() else 1.0
+    low, high = min([*ends, 0.0]), max([*ends, 0.0])
     end = table["high"].fillna(table["gap"]).fillna(0.0).clip(lower=0.0)
     gap = table["gap"].map(lambda gap: number_text(gap, "+.4f"))
     shown = table.assign(at=end, short=gap.where(table["gap"].notna(), table["outcome"]))
-    low, high, most = _ends(pd.concat([table["gap"], table["low"], table["high"]]).dropna(), bands)
-    domain = [low - 0.05 * most, high + 0.5 * most]
+    domain = [low - 0.05 * (most or 1.0), high + 0.5 * (most or 1.0)]
     y, colors = plot.names("label", order, 260), dict(zip(order, style.colors(order, own=looks), strict=True))
     bars = plot.bars(
         shown, y, plot.x("gap", "mean gap (nats per token)", {"tickCount": 5}, domain=domain, nice=False),
         color=plot.named("label", colors, None), text="short", end="at", between=("low", "high"), only=["run_id"],
         tips=plot.tips(label="recipe", text=f"mean {_gap(base)} per token", seeds="seeds"),
     )  # fmt: skip
-    layers: list[Chart] = []
-    if len(bands):
-        look: plot.Look = {"x": "low", "x2": "high", "y": y} | _shades(bands)
-        layers = [plot.mark("rect", bands, opacity=SHADE, **look)]
-    return plot.layers("What each recipe costs", subtitle, *layers, *bars)
+    return plot.layers(f"Mean gap to {base}", subtitle, *bars)
 
 
-def costs_height(table: pd.DataFrame, bands: pd.DataFrame = NONE) -> int:
+def costs_height(table: pd.DataFrame) -> int:
     """Height of the costs in pixels."""
-    return 130 + 34 * len(table) + legend_height(bands)
-
-
-def legend_height(bands: pd.DataFrame) -> int:
-    """Height of the legend of bands in pixels."""
-    return 50 if len(bands) else 0
+    return 130 + 28 * len(table)
 
 
 AGREEMENT = {

@@ -1,19 +1,21 @@
-"""The page Recipes: its answer, and a button that repeats the runs of one seed with more seeds."""
+"""The page Recipes: its answer, and a button that queues the runs that are missing."""
 
 from __future__ import annotations
 
 import json
+import math
 import shlex
-from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
+import pandas as pd
 import streamlit as st
 
 from binade.app.address import link
 from binade.app.formatting import plain
 from binade.app.questions import layout
-from binade.app.questions.recipes.question import RECIPES, runs_in
+from binade.app.questions.recipes.question import RECIPES, comparison_of, runs_in
 from binade.app.questions.shared.scope import Scope
 from binade.app.questions.shared.selection import Selection
 from binade.app.state import explain_empty
@@ -22,13 +24,17 @@ from binade.collector import jobs
 from binade.collector.errors import ConfigError
 from binade.collector.recipes.files import label
 from binade.collector.training.config import RunConfig
+from binade.collector.training.plan import Plan, plan
 from binade.data.access import ReadOnlyError, read_only
 from binade.data.catalog import Catalog
-from binade.data.comparison import comparable_runs, with_one_seed
-from binade.data.difference import OVERRIDES
+from binade.data.comparison import with_one_seed
+from binade.data.run_table import references_in
 from binade.data.runs import DONE
+from binade.data.text import counted
+from binade.quant.formats import BF16
 
-SEEDS = 3
+SEEDS = 3  # of each recipe, at least
+MOST_REPEATED = 3  # bf16 runs that are repeated with other bits
 FAILED = (ConfigError, jobs.JobError, jobs.SubmissionError, ReadOnlyError, OSError)
 
 
@@ -37,101 +43,110 @@ def show(opened: Catalog, view: View, reading: Reading) -> Scope | None:
         explain_empty(opened)
         return None
     scope = layout.show(opened, view, reading)
-    selection = Selection(opened, reading.where.without(*RECIPES.ignored_fields))
-    _repeat(selection, reading.values, view)
-    if reading.values["of"] == "cost":
-        _measure(selection, reading.values, view)
+    _offer(Selection(opened, reading.where.without(*RECIPES.ignored_fields)), reading.values, view)
     return scope
 
 
-def _measure(selection: Selection, values: dict[str, Any], view: View) -> None:
-    """Offer to measure what a run's recipe does to the loss by rounding alone."""
-    opened = selection.opened
-    runs = comparable_runs(runs_in(selection, values))
-    newest = runs.drop_duplicates(["rounded", "settings"], keep="last").set_index("run_id")
-    described = opened.runs().set_index("run_id")["config"]
-    known: dict[str, RunConfig] = {}
-    for run_id in newest.index:
-        with suppress(ConfigError):
-            config = _trained_with(opened, run_id, json.loads(described[run_id]))
-            if not any(getattr(config, name, None) for name in OVERRIDES):  # a recipe's name does not include them
-                known[run_id] = config
-    if not known:
+@dataclass(frozen=True)
+class Missing:
+    """Runs that would answer what the page cannot. why: what they are; refused: why some cannot be queued here."""
+
+    plans: tuple[Plan, ...]
+    why: str = ""
+    refused: str = ""
+
+
+def _offer(selection: Selection, values: dict[str, Any], view: View) -> None:
+    """One button for all runs that are missing: further seeds of what has one, and bf16 with other bits."""
+    opened, table = selection.opened, runs_in(selection, values)
+    missing = [_further_seeds(opened, table)]
+    if values["of"] == "cost" and values["against"] == BF16:
+        missing.append(_other_bits(opened, table))
+    if refused := [part.refused for part in missing if part.refused]:
+        st.caption(plain(f"There is no button that repeats these runs: {refused[0]}."))
+    wanted = {planned.config: planned for part in missing for planned in part.plans}
+    if not wanted:
         return
-    st.caption(
-        "Measure what rounding alone does to the loss: forward passes on the same weights and sequences, with all that "
-        "the recipe rounds and without."
-    )
-    titles = {run_id: str(newest["label"][run_id]) for run_id in known}
-    run_id = st.selectbox("Run", list(titles), key="measured_run", format_func=lambda name: titles[name])
-    command = ["measure", run_id, "--formats", str(known[run_id].recipe), "--by", "model", "--sequences", "8"]
-    where = f"--tensor-save-dir {shlex.quote(str(opened.root))}"
-    st.code(f"{shlex.join(['binade', *command])} {where}", language="shell", wrap_lines=True)
-    if read_only() or not st.button("Measure", icon=":material/straighten:", key="measure"):
+    known = _known(opened)
+    plans = [planned for config, planned in wanted.items() if config not in known]
+    jobs_of = view.at("runs", "jobs")
+    if not plans:
+        st.caption("The runs that are missing are queued.")
+        link(jobs_of, "See them among the jobs", ":material/list_alt:")
         return
-    title = f"Measure {label(known[run_id].recipe)} in {titles[run_id]}"
+    why = " and ".join(part.why for part in missing if part.why)
+    with st.container(horizontal=True, vertical_alignment="center", gap="medium"):
+        clicked = not read_only() and st.button(
+            f"Queue {counted(len(plans), 'run')}", type="primary", icon=":material/playlist_add:", key="repeat"
+        )
+        st.caption(plain(f"{why[:1].upper()}{why[1:]}."))
+    with st.expander("The same in a terminal"):
+        where = f"--tensor-save-dir {shlex.quote(str(opened.root))}"
+        lines = jobs.command_line([planned.config for planned in plans]).splitlines()
+        st.code("\n".join(f"{line} {where}" for line in lines), language="shell", wrap_lines=True)
+    if not clicked:
+        return
+    titles = [f"{label(planned.config.recipe)} · seed {planned.config.seed}" for planned in plans]
     try:
-        jobs.add_command(opened.root, command, title, tags=["measure"])
+        jobs.add_runs(opened.root, plans, titles=titles, tags=["repeats"])
         jobs.start_runner(opened.root)
     except FAILED as error:
         st.error(plain(f"Nothing was queued: {error}."), icon=":material/error:")
         return
-    st.success("The measurement is queued. When it is done, the table of recipes has its result.")
-    link(view.at("runs", "jobs"), "See it among the jobs", ":material/list_alt:")
+    queued = f"{counted(len(plans), 'run')} {'is' if len(plans) == 1 else 'are'} queued."
+    st.success(f"{queued} When they are done, this page compares them.", icon=":material/check:")
+    link(jobs_of, "See them among the jobs", ":material/list_alt:")
 
 
-def _repeat(selection: Selection, values: dict[str, Any], view: View) -> None:
-    """Offer to queue the runs that are compared by one seed with further seeds."""
-    opened = selection.opened
-    run_ids = with_one_seed(runs_in(selection, values))
+def _further_seeds(opened: Catalog, table: pd.DataFrame) -> Missing:
+    """The runs that are compared by one seed, with further seeds."""
+    run_ids = with_one_seed(table)
     if not run_ids:
-        return
-    described = opened.runs().set_index("run_id")["config"]
+        return Missing(())
     try:
-        originals = [_trained_with(opened, run, json.loads(described[run])) for run in run_ids]
+        originals = [_config_of(opened, run_id) for run_id in run_ids]
         plans = opened.kept(("further seeds", *run_ids), lambda: jobs.with_further_seeds(originals, SEEDS))
     except ConfigError as error:
-        st.caption(plain(f"There is no button to repeat these runs with {SEEDS} seeds: {error}."))
-        return
-    known = _known(opened, {planned.config.seed for planned in plans})
-    plans = [planned for planned in plans if planned.config not in known]
-    runs = [planned.config for planned in plans]
-    if not runs:
-        st.caption(f"Their repetitions with {SEEDS} seeds are queued.")
-        link(view.at("runs", "jobs"), "See them among the jobs", ":material/list_alt:")
-        return
-    st.caption(f"To repeat what has one seed in a terminal, with {SEEDS} seeds in all:")
-    where = f"--tensor-save-dir {shlex.quote(str(opened.root))}"
-    commands = [f"{line} {where}" for line in jobs.command_line(runs).splitlines()]
-    st.code("\n".join(commands), language="shell", wrap_lines=True)
-    if read_only():
-        return
-    help = f"Queues {len(runs)} runs that differ from these only in their seeds"
-    if not st.button(f"Repeat with {SEEDS} seeds", type="primary", icon=":material/repeat:", help=help, key="repeat"):
-        return
-    titles = [f"{label(config.recipe)} · seed {config.seed}" for config in runs]
+        return Missing((), refused=str(error))
+    return Missing(tuple(plans), f"{SEEDS} seeds of what has one tell gaps from chance")
+
+
+def _other_bits(opened: Catalog, table: pd.DataFrame) -> Missing:
+    """The newest bf16 runs, one of each seed, on another number of ranks, if no two of them differ in bits alone."""
+    compared = comparison_of(opened, table)
+    if not compared.unknown:
+        return Missing(())
+    plain_runs = table[table["run_id"].isin(references_in(table)) & table["stated"] & (table["branched"] == -math.inf)]
+    newest = plain_runs.drop_duplicates("data", keep="last")["run_id"].tail(MOST_REPEATED)
+
+    def repeated(config: RunConfig) -> Plan:
+        return plan(replace(config, tp=2 if config.tp == 1 else 1, sequence_parallel=False))
+
     try:
-        jobs.add_runs(opened.root, plans, titles=titles, tags=["more seeds"])
-        jobs.start_runner(opened.root)
-    except FAILED as error:
-        st.error(plain(f"Nothing was queued: {error}."), icon=":material/error:")
-        return
-    st.success(f"{len(runs)} runs are queued. When they are done, this page compares them.", icon=":material/check:")
-    link(view.at("runs", "jobs"), "See them among the jobs", ":material/list_alt:")
+        configs = [_config_of(opened, run_id) for run_id in newest]
+        plans = opened.kept(("other bits", *newest), lambda: [repeated(config) for config in configs])
+    except ConfigError as error:
+        return Missing((), refused=str(error))
+    return Missing(tuple(plans), "bf16 runs on another number of ranks say when a recipe leaves bf16" if plans else "")
 
 
-def _trained_with(opened: Catalog, run_id: str, description: Mapping[str, Any]) -> RunConfig:
+def _config_of(opened: Catalog, run_id: str) -> RunConfig:
     """`jobs.trained_with`, which takes about 20 ms for each run, once and not in every rerun of the page."""
-    return opened.kept(("trained with", run_id), lambda: jobs.trained_with(run_id, description).config)
+    described = opened.runs().set_index("run_id")["config"]
+    return opened.kept(
+        ("trained with", run_id), lambda: jobs.trained_with(run_id, json.loads(described[run_id])).config
+    )
 
 
-def _known(opened: Catalog, seeds: set[int]) -> set[RunConfig]:
-    """What has been trained with these seeds, or is queued."""
-    configs = set()
-    runs = opened.runs()
-    for run in runs[runs["state"] == DONE].to_dict("records"):
-        description = json.loads(run["config"])
-        if description.get("seed") in seeds:
+def _known(opened: Catalog) -> set[RunConfig]:
+    """What has been trained, or is queued."""
+
+    def trained() -> set[RunConfig]:
+        configs, runs = set(), opened.runs()
+        for run_id in runs.loc[runs["state"] == DONE, "run_id"]:
             with suppress(ConfigError):
-                configs.add(_trained_with(opened, run["run_id"], description))
-    return configs | {view.job.config for view in jobs.listing(opened.root) if view.active and view.job.config}
+                configs.add(_config_of(opened, run_id))
+        return configs
+
+    active = {view.job.config for view in jobs.listing(opened.root) if view.active and view.job.config}
+    return active | opened.kept(("trained configurations", opened.version), trained)

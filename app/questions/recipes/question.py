@@ -16,7 +16,7 @@ from binade.app.control import Control
 from binade.app.figure import Column, Drawn, Figure, Item, Table, Text, source
 from binade.app.params import One, Whole
 from binade.app.questions.question import Question
-from binade.app.questions.recipes import bands, charts
+from binade.app.questions.recipes import charts
 from binade.app.questions.shared.event_marks import with_events
 from binade.app.questions.shared.labels import thinned, thinned_note
 from binade.app.questions.shared.runs import every_run, references_of, run_looks, run_titles, some_runs
@@ -31,26 +31,23 @@ from binade.data.catalog import Catalog
 from binade.data.comparison import (
     MOST_RUNS,
     NO_INTERVAL,
-    OPERAND_FIELDS,
     RECIPE_FIELDS,
-    RUN_FIELDS,
     Done,
     comparable_runs,
     gradient_pairs,
     left_out,
     measured_sentence,
     no_reference,
-    operand_table,
-    operands_left,
     with_effects,
 )
 from binade.data.fields import Field
 from binade.data.filter import Filter
+from binade.data.gap_bands import RULE
 from binade.data.gradients import COMPARED, GRADIENTS, gradient_summary
 from binade.data.ladder import Ladder
 from binade.data.names import name_of, product_name
 from binade.data.notes import rounded_twice
-from binade.data.run_table import OF_MODEL, PARTS, compared_with, losses_of, references_in
+from binade.data.run_table import OF_MODEL, PARTS, compared_with, has_reference, losses_of, references_in
 from binade.data.tensor_kinds import label_of
 from binade.data.text import counted
 from binade.quant.formats import BF16, FORMATS
@@ -64,6 +61,12 @@ VIEWS = {"cost": "Loss", "gradients": "Gradients", "ladder": "Ablation"}
 NO_ABLATION = "These runs include no ablation: queue one with binade ablate te_nvfp4 --train-iters 50 --seeds 3."
 NO_GAP = "No run of this ablation has an iteration in common with a bf16 run of its seed yet."
 ONE_SEED = "The gaps of successive iterations depend on each other, so one seed has no interval."
+NEWEST = "newest"
+WORKLOAD = Control(
+    name="workload", label="Model and data", widget="list", row="what",
+    param=lambda opened: One((NEWEST, *dict.fromkeys(every_run(opened)["workload"]))),
+    help="Gaps are compared among runs of one model and data. By default those of the newest run",
+)  # fmt: skip
 VIEW = Control(name="of", label="View", param=One(tuple(VIEWS)), titles=VIEWS, row="what")
 GRADIENT = Control(
     name="gradient", label="Gradient", param=One(GRADIENTS), titles={name: label_of(name) for name in GRADIENTS},
@@ -90,29 +93,40 @@ def _columns(fields: Iterable[Field]) -> dict[str, Column]:
 
 
 RECIPES_SHOWN, RUNGS = _columns(RECIPE_FIELDS), _columns(RUNG_FIELDS)
-COLUMNS = _columns(RUN_FIELDS)
-COLUMNS = {"label": COLUMNS["label"], **{part: Column(title) for part, title in PARTS.items()}} | COLUMNS
 
 
 def _controls(selection: Selection, values: dict[str, Any]) -> list[Control]:
-    runs = every_run(selection.opened)
+    workloads = workloads_of(selection.opened, selection.where)
+    one = [replace(WORKLOAD, options=workloads)] if len(workloads) > 1 else []
+    runs = runs_in(selection, values | {"against": BF16})
     against = replace(AGAINST, options=(BF16, *runs["run_id"][::-1]), titles=run_titles(runs) | dict(AGAINST.titles))
     if values["of"] == "cost":
-        return [VIEW, against]
+        return [VIEW, *one, against]
     iterations = iterations_of(selection.opened, values["gradient"])
     at = [replace(AT, options=iterations)] if len(iterations) > 1 else []
     if values["of"] == "gradients":
-        return [VIEW, GRADIENT, *at]
+        return [VIEW, *one, GRADIENT, *at]
     names = [ladder.name for ladder in ladders(runs_of(selection.opened, selection.where)["recipe"].dropna())]
     if not names:
-        return [VIEW]
+        return [VIEW, *one]
     several = [replace(LADDER, options=names)] if len(names) > 1 else []
-    return [VIEW, *several, *([GRADIENT, *at] if iterations else [])]
+    return [VIEW, *one, *several, *([GRADIENT, *at] if iterations else [])]
+
+
+def workloads_of(opened: Catalog, where: Filter) -> list[str]:
+    """The models and data of the runs that were compared, those of the newest run first; of all runs if none was."""
+    table = every_run(opened)
+    table = table[table["run_id"].isin(runs_of(opened, where)["run_id"])]
+    if len(table) and where.run_id:  # bf16 runs stay in `runs_of`, whatever runs are chosen
+        chosen = table[table["run_id"].isin(where.run_id)]
+        table = chosen if len(chosen) else table
+    known = table[table["quantized"] & has_reference(table)]
+    return list(dict.fromkeys((known if len(known) else table)["workload"][::-1]))
 
 
 def draw(selection: Selection, values: dict[str, Any], done: Done = lambda count, of: None) -> Drawn:
     opened, where, view = selection.opened, selection.where, values["of"]
-    table = some_runs(opened, runs_of(opened, where))
+    table = _of_workload(selection, values)
     if view == "ladder":
         if (chosen := _chosen(table, values["ladder"])) is None:
             return Drawn(problems=(NO_ABLATION,))
@@ -131,6 +145,17 @@ def draw(selection: Selection, values: dict[str, Any], done: Done = lambda count
     return gradients(opened, where, table, name, at, iterations, done)
 
 
+def _of_workload(selection: Selection, values: Mapping[str, Any]) -> pd.DataFrame:
+    """The runs of the filter and of the model and data that are chosen: of `some_runs`."""
+    opened, runs = selection.opened, runs_of(selection.opened, selection.where)
+    workloads = workloads_of(opened, selection.where)
+    if len(workloads) > 1:
+        chosen = values["workload"] if values["workload"] in workloads else workloads[0]
+        table = every_run(opened)
+        runs = runs[runs["run_id"].isin(table.loc[table["workload"] == chosen, "run_id"])]
+    return some_runs(opened, runs)
+
+
 def runs_of(opened: Catalog, where: Filter) -> pd.DataFrame:
     """The runs that the filter's words about runs allow; those in bf16 stay, to compare with."""
     runs = opened.runs()
@@ -147,12 +172,11 @@ def runs_of(opened: Catalog, where: Filter) -> pd.DataFrame:
 
 def runs_in(selection: Selection, values: dict[str, Any]) -> pd.DataFrame:
     """The runs that these values of the controls compare: of `some_runs`."""
-    opened, where = selection.opened, selection.where
-    table = some_runs(opened, runs_of(opened, where))
+    table = _of_workload(selection, values)
     if values["of"] == "ladder":
         chosen = _chosen(table, values["ladder"])
         return table[table["recipe"].isin([rung.recipe for rung in chosen.rungs] if chosen else [])]
-    return _against(opened, table, values)[0]
+    return _against(selection.opened, table, values)[0]
 
 
 def _against(opened: Catalog, table: pd.DataFrame, values: Mapping[str, Any]) -> tuple[pd.DataFrame, str]:
@@ -184,87 +208,97 @@ def _known(table: pd.DataFrame) -> dict[str, Column]:
     return {name: column for name, column in known.items() if name not in said_once}
 
 
+def comparison_of(opened: Catalog, table: pd.DataFrame, base: str = BF16) -> comparison.Comparison:
+    """The comparison of these runs, computed once while no run goes on."""
+    key = ("comparison of recipes", opened.progress, tuple(table["run_id"]), base)
+
+    def compute() -> comparison.Comparison:
+        return comparison.compare(table, losses_of(opened, table["run_id"].tolist(), lost=True), base)
+
+    made: comparison.Comparison = opened.kept(key, compute)
+    return made
+
+
 def cost(opened: Catalog, where: Filter, table: pd.DataFrame, base: str = BF16) -> Drawn:
     """Each quantized run's gap to bf16's loss, or each other run's to that of the run `base`."""
-    compared = comparison.compare(table, losses_of(opened, table["run_id"].tolist(), lost=True), base)
+    compared = comparison_of(opened, table, base)
     costs, recipes = compared.costs, compared.recipes
     if costs.empty:
         return Drawn(problems=(f"No run has an iteration in common with {base} yet.",))
-    worst = loss_gaps.worst_first(recipes)[: style.MAX_GROUPS]
-    latest = [recipe for recipe in recipes if recipe in worst]
+    drawn = loss_gaps.worst_first(recipes)[: style.MAX_GROUPS]  # of lines: the bars and the table have all recipes
     against = "their bf16 runs" if base == BF16 else base
     first = source(where, f"{counted(len(costs), 'run')} and {against}, from loss.jsonl")
     caption = f"{first}\nGap: the run’s loss minus that of {base} at the same iteration, in nats per token."
-    part = f"the {len(latest)} worst of {len(recipes)} recipes · " if len(recipes) > len(latest) else ""
     bars = pd.DataFrame(
         {"label": recipe.label, "run_id": recipe.run_id, "gap": recipe.gap.value, "low": recipe.gap.low,
          "high": recipe.gap.high, "seeds": recipe.gap.n, "outcome": recipe.outcome,
          "text": recipe.outcome if math.isnan(recipe.gap.value) else str(recipe.gap)}
-        for recipe in latest
+        for recipe in recipes
     ).replace([math.inf, -math.inf], math.nan)  # fmt: skip
+    bars = bars.sort_values("gap", ascending=False, na_position="last", ignore_index=True)
     look = dict(zip(table["run_id"], table["look"], strict=True))
-    looks = run_looks(table) | {recipe.label: look[recipe.run_id] for recipe in latest}
+    looks = {recipe.label: look[recipe.runs[0]] for recipe in recipes}
     configs = opened.runs().set_index("run_id")["config"]
-    subtitle = f"{part}mean over the iterations that both runs have, and over seeds"
-    shades = bands.rows([recipe for recipe in latest if compared.bands], compared.bands)
-    chart = charts.costs(bars, subtitle, looks, base, shades)
-    height = charts.costs_height(bars, shades)
-    note = f"{ONE_SEED} {bands.NOTE}" if compared.bands else ONE_SEED
+    chart = charts.costs(bars, "mean over the iterations that both runs have, and over seeds", looks, base)
+    height = charts.costs_height(bars)
+    note = ONE_SEED if any(recipe.gap.n == 1 for recipe in recipes) else ""
     figures = [Figure("costs", chart, bars, caption, note=note, height=height, group="cost")]
     if not compared.gaps.empty:
-        figures.append(_gaps_figure(compared, latest, table, looks, base, caption, height))
-    listed = costs.merge(table[["run_id", *PARTS]], on="run_id")
-    unused = [part for part in PARTS if listed[part].isin([BF16, None]).all()]
-    columns = {name: column for name, column in COLUMNS.items() if name not in unused}
+        figures.append(_gaps_figure(compared, drawn, looks, base, caption, height))
     every = with_effects(opened, compared)
-    operands = operand_table(opened, recipes if base == BF16 else ())
-    items: tuple[Item, ...] = (
-        *figures,
-        Table("recipes", every, _known(every), title="Recipes"),
-        Table("costs", listed, columns, title="Runs", foldable=True),
-        *[Table("operands", operands, _columns(OPERAND_FIELDS), title="Operands", foldable=True)] * bool(len(operands)),
-        *map(Text, (*compared.missing, *filter(None, [operands_left(recipes)]))),
-    )
+    missing = [Text(compared.unknown)] if compared.unknown else []
+    items: tuple[Item, ...] = (*figures, Table("recipes", every, _known(every)), *missing)
     caveat = rounded_twice(json.loads(configs[recipe.run_id]) for recipe in recipes)
     measured = measured_sentence(opened, compared) if base == BF16 else ""
     runs = table[table["run_id"].isin([run for recipe in recipes for run in recipe.runs])]
     used = used_by(opened, runs, ((len(recipes), "recipe"),))
     answer = Drawn(items, evidence.together(compared.verdict, measured, caveat), left_out(table), used)
-    return with_events(answer, opened, Filter(run_id=tuple(recipe.run_id for recipe in latest)))
+    return with_events(answer, opened, Filter(run_id=tuple(recipe.run_id for recipe in drawn)))
 
 
 def _gaps_figure(
     compared: comparison.Comparison,
-    latest: Sequence[loss_gaps.RecipeRuns],
-    table: pd.DataFrame,
+    drawn: Sequence[loss_gaps.RecipeRuns],
     looks: dict[str, tuple[str, int]],
     base: str,
     caption: str,
     height: int,
 ) -> Figure:
-    """The gaps by iteration. height: of the figure above it."""
-    newest = compared.gaps[compared.gaps["run_id"].isin([recipe.run_id for recipe in latest])]
-    shown, step = thinned(newest, style.MARKS)
-    subtitle = f"above the dashed line: worse than {base} · the newest run of each recipe"
-    shades = bands.by_iteration(
-        {recipe.run_id: compared.bands[recipe.run_id] for recipe in latest if compared.bands}, table
-    )
-    shades = shades[shades["iteration"].isin(shown["iteration"])]
-    height = max(height, 360) + style.legend_height(list(dict.fromkeys(shown["label"]))) + charts.legend_height(shades)
+    """The gaps by iteration of these recipes, with bf16's band. height: of the figure beside it."""
+    gaps = compared.mean_gaps[compared.mean_gaps["run_id"].isin([recipe.run_id for recipe in drawn])]
+    shown, step = thinned(gaps, style.MARKS)
+    part = f"the {len(drawn)} worst of {len(compared.recipes)} recipes · " if len(compared.recipes) > len(drawn) else ""
+    band, of = _band(compared, drawn)
+    subtitle = f"{part}mean over seeds{f' · shaded: {of}' if of else ''}"
     at = {run_id: iteration for run_id, iteration in compared.left.items() if iteration is not None}
-    diverged = dict(zip(compared.costs["run_id"], compared.costs["diverged"], strict=True))
-    leaves = newest[newest["run_id"].map(at) == newest["iteration"]]
-    ends = newest[newest["iteration"] <= newest["run_id"].map(diverged)].groupby("run_id").tail(1)
+    leaves = gaps[gaps["run_id"].map(at) == gaps["iteration"]]
+    diverged = {recipe.run_id: min(recipe.diverged.values()) for recipe in drawn if recipe.diverged}
+    ends = gaps[gaps["iteration"] <= gaps["run_id"].map(diverged)].groupby("run_id").tail(1)
     marks = pd.concat(
         [
-            leaves.assign(text=leaves["label"] + " leaves bf16’s band at iteration " + leaves["iteration"].astype(str)),
+            leaves.assign(text=leaves["label"] + " leaves bf16 at iteration " + leaves["iteration"].astype(str)),
             ends.assign(
                 text=ends["label"] + " diverged at iteration " + ends["run_id"].map(diverged).astype(int).astype(str)
             ),
         ]
     )
-    chart = charts.gaps(shown, subtitle, looks, base, shades, marks)
-    return Figure("gaps", chart, shown, caption, note=thinned_note(step), height=height, group="cost")
+    height = max(height, 380) + style.legend_height(list(dict.fromkeys(shown["label"])))
+    chart = charts.gaps(shown, subtitle, looks, base, band[band["iteration"].isin(shown["iteration"])], marks)
+    note = f"{thinned_note(step)} {f'{RULE}.' if of else ''}".strip()
+    return Figure("gaps", chart, shown, caption, note=note, height=height, group="cost")
+
+
+def _band(compared: comparison.Comparison, drawn: Sequence[loss_gaps.RecipeRuns]) -> tuple[pd.DataFrame, str]:
+    """(the band of bf16 by iteration, with columns iteration, low and high; what it is), of the recipe with most
+    iterations. Empty if there is none."""
+    known = [recipe for recipe in drawn if recipe.run_id in compared.left and compared.bands[recipe.run_id].is_known]
+    if not known:
+        return pd.DataFrame(columns=["iteration", "low", "high"]), ""
+    longest = max(known, key=lambda recipe: len(compared.bands[recipe.run_id].deviations))
+    band, seeds = compared.bands[longest.run_id], len(longest.gaps)
+    halves = band.halves(seeds, compared.compared_together[longest.run_id])
+    rows = pd.DataFrame([(at, -half, half) for at, half in halves.items()], columns=["iteration", "low", "high"])
+    return rows, f"what differs in bits alone ({band.runs} bf16 runs), for {counted(seeds, 'seed')}"
 
 
 def gradients(
@@ -401,7 +435,7 @@ RECIPES = Question(
     of_fields=OF_DATA + OF_RUNS,
     empty=True,  # imported losses have no tensors
     beyond=_beyond,
-    controls=(VIEW, AGAINST, LADDER, GRADIENT, AT),
+    controls=(VIEW, WORKLOAD, AGAINST, LADDER, GRADIENT, AT),
     narrow=_controls,
     slow="Comparing gradients",
     note=NOTE,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,38 +11,34 @@ import pandas as pd
 import streamlit as st
 
 from binade.app import address
-from binade.app.figure import Column
 from binade.app.formatting import bytes_text, plain
 from binade.app.jobs.saved_recipes import is_recipe
+from binade.app.params import read
 from binade.app.questions import layout
-from binade.app.questions.shared.runs import every_run, matching, run_titles, with_plain_runs
+from binade.app.questions.runs.groups import groups_of, lines_of
+from binade.app.questions.runs.question import RUNS
+from binade.app.questions.runs.table import DAMAGED, STATES, data_of
+from binade.app.questions.shared.runs import every_run, matching, run_titles
 from binade.app.questions.shared.scope import Scope
-from binade.app.show import displayed, with_texts
 from binade.app.state import explain_empty
 from binade.app.view import Reading, View
 from binade.data.access import ReadOnlyError, read_only
 from binade.data.catalog import Catalog
-from binade.data.comparison import RECIPE_FIELDS, Comparison, compare
 from binade.data.events import read_events
 from binade.data.notes import on_a_grid
-from binade.data.outcomes import DEFINITION, outcome_of
-from binade.data.run_table import losses_of, references_in
-from binade.data.runs import IMPORT, NotesChangedError, RunError, RunNotes, change_notes, parse_notes
-from binade.data.same_data import NATS
+from binade.data.runs import NotesChangedError, RunError, RunNotes, change_notes, parse_notes
 from binade.data.text import counted, one_line
 
-MOST_RUNS, MOST_EVENTS = 200, 200  # runs whose events and losses are read; events that are shown
-MOST_REASONS = 20  # of runs that did not end normally
-OF_RECIPES = ("label", "outcome", "seeds", "gap", "gap_interval", "left")
-SPARKS = 40  # points of a small line in the table
-STATES = {
-    "queued": "◔ queued",
-    "done": "✓ done",
-    "running": "● running",
-    "failed": "✕ failed",
-    "cancelled": "◌ cancelled",
-    "crashed": "✕ crashed",
-}
+MOST_EVENTS = 200  # that are shown
+MOST_RUNS = 200  # whose events are read
+HERE = Path(__file__)
+KEY = "runs"  # of the component
+
+
+@st.cache_resource
+def _component() -> Callable[..., Any]:
+    css, js = (HERE.with_name(f"table.{end}").read_text(encoding="utf-8") for end in ("css", "js"))
+    return st.components.v2.component("binade_runs", html='<div class="runs"></div>', css=css, js=js)
 
 
 def show(opened: Catalog, view: View, reading: Reading) -> Scope | None:
@@ -52,181 +47,79 @@ def show(opened: Catalog, view: View, reading: Reading) -> Scope | None:
         explain_empty(opened)
         return None
     every = matching(opened, reading.where, every)
+    scope = _show(opened, view, reading)
     runs = every[every["damage"].isna()]
-    shared = _shared(every)
-    _totals(runs, shared)
     named = every_run(opened)
-    named = named[named["run_id"].isin(runs["run_id"])]
-    key = "losses of runs", opened.progress, tuple(runs["run_id"])
-    course, against, compared = opened.kept(key, lambda: _course(opened, runs, named))
-    _table(view, every, named, course, against, shared)
-    _recipes(compared)
-    _notes(opened, runs, named)
+    _notes(opened, runs, named[named["run_id"].isin(runs["run_id"])])
     _events(opened, runs)
     for model, config in runs.drop_duplicates("model")[["model", "config"]].itertuples(index=False):
         if note := on_a_grid(config):
             st.caption(plain(f"{model}: {note}"))
-    return layout.show_question(opened, view, reading)
+    return scope
 
 
-def _recipes(compared: Comparison) -> None:
-    """The recipes over their seeds, and when each leaves bf16's band."""
-    if not compared.recipes:
-        return
-    table = compared.recipe_table
-    listed = [field for field in RECIPE_FIELDS if field.name in OF_RECIPES and table[field.name].notna().any()]
-    columns = {field.name: Column(field=field) for field in listed}
-    written, config = with_texts(*displayed(table, columns))
-    st.subheader("Recipes", anchor=False)
-    st.dataframe(
-        written, hide_index=True, placeholder="–", column_config=config, key="recipes_table",
-        height=height_of(len(table)),
-    )  # fmt: skip
-
-
-def height_of(rows: int) -> int:
-    """The height in pixels of a table with up to ten visible rows, which Streamlit would find out after it has drawn
-    what is below."""
-    return 35 * min(rows + 1, 11) + 3
-
-
-def _shared(runs: pd.DataFrame) -> dict[str, str]:
-    """The columns that have the same value for all runs, which the table leaves out."""
-    values = {name: runs[name].unique() for name in ("model", "size", "dataset")}
-    return {name: str(distinct[0]) for name, distinct in values.items() if len(distinct) == 1 and pd.notna(distinct[0])}
-
-
-def _totals(runs: pd.DataFrame, shared: Mapping[str, str]) -> None:
-    if runs.empty:
-        st.caption("No run can be read.")
-        return
-    counts = runs["state"].value_counts()
-    states = ", ".join(f"{counts[state]:,} {state}" for state in STATES if state in counts)
-    st.caption(
-        plain(
-            " · ".join(
-                (
-                    f"{counted(len(runs), 'run')} ({states})",
-                    *shared.values(),
-                    f"{int(runs['tensors'].sum()):,} tensors",
-                    f"{bytes_text(float(runs['bytes'].sum()))} in tensor files",
-                )
-            )
-        )
-    )
-
-
-def _course(
-    opened: Catalog, runs: pd.DataFrame, named: pd.DataFrame
-) -> tuple[dict[str, list[float]], dict[str, dict[str, Any]], Comparison]:
-    """(the losses of the newest runs by run_id, at most SPARKS points per run; by run_id and column of the table, how
-    they compare with their bf16 runs; the comparison of their recipes)."""
-    newest = runs["run_id"].head(MOST_RUNS)
-    table = with_plain_runs(opened, named)
-    plain = table.loc[~table["quantized"], "run_id"]
-    steps = losses_of(opened, list(dict.fromkeys([*newest, *plain])), lost=True)
-    every = {
-        run: [record["loss"] for record in records if record["loss"] is not None] for run, records in steps.items()
-    }
-    compared = compare(table, steps)
-    units = dict(zip(named["run_id"], named["unit"], strict=True))
-    outcomes = {run: outcome_of(steps[run], units.get(run, NATS) == NATS) for run in newest}
-    against: dict[str, dict[str, Any]] = {
-        "gap": dict(zip(compared.costs["run_id"], compared.costs["gap"], strict=True)),
-        "diverged": {run: outcome.diverged for run, outcome in outcomes.items() if outcome.diverged is not None},
-        "unit": {run: unit for run, unit in units.items() if unit != NATS},
-        "baseline": dict.fromkeys(references_in(named), "● baseline"),
-        "branch": {
-            run: f"{other} from iteration {at:.0f}"
-            for run, other, at in zip(named["run_id"], named["branch_of"], named["branched"], strict=True)
-            if pd.notna(other)
+@st.fragment
+def _show(opened: Catalog, view: View, reading: Reading) -> Scope | None:
+    """The table, and the chart of what it chooses. A choice draws only these again, any other change the whole page."""
+    now = address.followed(view)
+    params = RUNS.params(opened)
+    chosen, _ = read(params, {name: now.params.get(name, []) for name in params})
+    values = reading.values | chosen
+    runs = matching(opened, reading.where, opened.runs(damaged=True))
+    key = "table of runs", opened.progress, opened.version, tuple(runs["run_id"])
+    table = opened.kept(key, lambda: data_of(opened, runs))
+    names = [column["name"] for column in table["columns"]]
+    columns = [name for name in (values["columns"] or "").split(",") if name in names] or table["usual"]
+    lines, _ = lines_of(opened, [], values["hidden"], set(runs["run_id"]))
+    first = {run for line in lines for run in line.runs}
+    data = table | {
+        "version": repr((key[:3], now.params.get("chosen"), now.params.get("hidden"))),
+        "picked": {
+            "chosen": values["chosen"], "hidden": values["hidden"], "columns": columns, "sort": values["sort"] or "",
         },
-    }
-    return {run: losses[:: -(-len(losses) // SPARKS) or 1] for run, losses in every.items()}, against, compared
-
-
-def _table(
-    view: View,
-    runs: pd.DataFrame,
-    named: pd.DataFrame,
-    course: Mapping[str, list[float]],
-    against: Mapping[str, Mapping[str, Any]],
-    shared: Mapping[str, str],
-) -> None:
-    names = named["rounded"].where(named["recipe"].notna())  # an import has no recipe
-    source = runs["config"].map(_source).astype(object)
-    seconds = (runs["finished"] - runs["started"]).dt.total_seconds()
-    table = runs.assign(
-        state=runs["state"].map(STATES).where(runs["damage"].isna(), "✕ damaged"),
-        reason=runs["damage"].fillna(runs["reason"]),
-        recipe=runs["run_id"].map(dict(zip(named["run_id"], names, strict=True))).astype(object).fillna(runs["recipe"]),
-        source=source,
-        seconds=seconds.where(source.isna()),  # an import may have been continued days later
-        megabytes=runs["bytes"] / 1e6,
-        course=runs["run_id"].map(course),
-        **{name: runs["run_id"].map(dict(values)) for name, values in against.items()},
-    )
-    columns = {
-        "state": Column("State"),
-        "source": Column("Imported from", help="What was imported: a directory of tensors, or a loss log"),
-        "name": Column("Name"),
-        "recipe": Column("Recipe", help="The recipe, or what was rounded if its name does not say so"),
-        "course": Column("Loss", width=110),
-        "loss_last": Column("Last loss", ".4f", help="The last finite one, in nats per token"),
-        "gap": Column(
-            "Mean gap to bf16", "+.4f",
-            help="Mean loss minus that of the bf16 run on the same data, over the iterations that both have, in nats "
-            "per token",
-        ),
-        "diverged": Column("Diverged at", "d", help=f"Iteration from which {DEFINITION}"),
-        "unit": Column("Unit of the loss", help="Where it is not nats per token. Such losses are not compared"),
-        "baseline": Column("Baseline", help="Other runs are compared with it"),
-        "branch": Column("Branch of", help="The run whose checkpoint it starts from"),
-        "model": Column("Model"),
-        "size": Column("Size"),
-        "dataset": Column("Dataset"),
-        "started": Column("Started (UTC)", width=165),
-        "seconds": Column("Time (s)", ".1f"),
-        "tensors": Column("Tensors", "d"),
-        "tensors_without_raw": Column(
-            "Without values", "d",
-            help="Over the byte budget, or values were not requested. Statistics, sketches and scores are complete",
-        ),
-        "megabytes": Column("Tensor files (MB)", ".1f"),
-        "loss_first": Column("First loss", ".4f", help="The first finite one, in nats per token"),
-        "backend": Column("Quantized by"),
-        "note": Column("Note"),
-        "run_id": Column("Run"),
+        "first": [group.key for group in groups_of(opened) if not first.isdisjoint(group.runs)],
+        "said": _said(runs),
     }  # fmt: skip
-    optional = ("source", "name", "note", *against)
-    listed = [name for name in columns if name not in shared and (name not in optional or table[name].notna().any())]
-    shown, config, formats = displayed(table, {name: columns[name] for name in listed})
-    losses, started = columns["course"], columns["started"]
-    kinds: dict[str, Any] = {
-        "course": st.column_config.LineChartColumn(losses.title, width=losses.width),
-        "started": st.column_config.DatetimeColumn(started.title, width=started.width, format="YYYY-MM-DD HH:mm:ss"),
-    }
-    config |= {name: kind for name, kind in kinds.items() if name in config}
-    written, config = with_texts(shown, config, formats)
-    event = st.dataframe(
-        written, hide_index=True, placeholder="–", column_config=config, key="runs_table",
-        on_select="rerun", selection_mode="multi-row", height=height_of(len(table)),
+    result = _component()(
+        key=KEY, data=data, height="content", on_picked_change=lambda: _pick(table["usual"]), on_go_change=lambda: None
+    )
+    if result.go:
+        link = dict(result.go)
+        link.pop("help", None)
+        address.go(view.at("runs", str(link.pop("view")), run_id=None, **link))
+    _actions(view, runs[runs["run_id"].isin(_chosen_runs(opened, values["chosen"]))])
+    current = replace(reading, view=now, values=values)
+    return layout.show_question(opened, now, current)
+
+
+def _pick(usual: list[str]) -> None:
+    """Write what was chosen in the table into the address."""
+    picked = st.session_state[KEY].picked or {}
+    columns = list(picked.get("columns", usual))
+    address.change(
+        chosen=picked.get("chosen") or None, hidden=picked.get("hidden") or None, sort=picked.get("sort") or None,
+        columns=None if columns == usual else ",".join(columns),
     )  # fmt: skip
-    _actions(view, table.iloc[[row for row in event["selection"]["rows"] if row < len(table)]])
-    reasons = table.dropna(subset=["reason"])
-    for run in reasons.head(MOST_REASONS).itertuples():  # too long for a cell
-        st.caption(plain(f"{run.state} · {run.run_id}: {run.reason}"))
-    if len(reasons) > MOST_REASONS:
-        st.caption(f"The reasons of the {MOST_REASONS} newest runs; {len(reasons) - MOST_REASONS} more have one.")
-    if len(runs) > MOST_RUNS:
-        st.caption(f"Losses, gaps and divergence are of the {MOST_RUNS} newest of {len(runs):,} runs.")
+
+
+def _chosen_runs(opened: Catalog, chosen: Iterable[str]) -> list[str]:
+    """The runs of the rows that are chosen."""
+    groups = {group.key: group.runs for group in groups_of(opened)}
+    return [run for key in chosen for run in groups.get(key, (key,))]
+
+
+def _said(runs: pd.DataFrame) -> str:
+    """How many runs there are, and what they hold."""
+    states = runs["state"].where(runs["damage"].isna(), DAMAGED).value_counts()
+    counts = ", ".join(f"{states[state]:,} {state}" for state in (*STATES, DAMAGED) if state in states)
+    size = bytes_text(float(runs["bytes"].sum()))
+    return f"{counted(len(runs), 'run')} ({counts}) · {int(runs['tensors'].sum()):,} tensors · {size} in tensor files"
 
 
 def _actions(view: View, runs: pd.DataFrame) -> None:
-    """What can be done with the selected runs: some of it with recorded tensors only."""
+    """What can be done with the chosen runs: some of it with recorded tensors only."""
     chosen, recorded = runs["run_id"].tolist(), bool((runs["tensors"] > 0).all())
     if not chosen:
-        st.caption("Select runs to compare them, or to open them in the Map.")
         return
     with st.container(horizontal=True, gap="small"):
         one, several = recorded and len(chosen) == 1, recorded and len(chosen) == 2
@@ -284,24 +177,24 @@ def _notes(opened: Catalog, runs: pd.DataFrame, named: pd.DataFrame) -> None:
 
 
 def _events(opened: Catalog, runs: pd.DataFrame) -> None:
-    """What happened in the newest runs, the latest first."""
+    """What happened in the newest runs, the latest first, folded until it is opened."""
     newest = runs["run_id"].head(MOST_RUNS)
     events, count = opened.kept(("events", opened.progress, tuple(newest)), lambda: _latest(opened.root, newest))
     if count:
         shown = ["kind", "iteration", "rank", "trigger", "text", "time", "run"]
-        st.subheader("Events", anchor=False)
-        st.dataframe(
-            events,
-            hide_index=True,
-            placeholder="–",
-            column_order=shown,
-            column_config={
-                **{name: st.column_config.Column(name.capitalize()) for name in shown},
-                "text": st.column_config.TextColumn("What happened", width=600),
-            },
-        )
-        if count > MOST_EVENTS:
-            st.caption(f"The latest {MOST_EVENTS} of {count:,} events.")
+        with st.expander(f"{counted(count, 'event')}"):
+            st.dataframe(
+                events,
+                hide_index=True,
+                placeholder="–",
+                column_order=shown,
+                column_config={
+                    **{name: st.column_config.Column(name.capitalize()) for name in shown},
+                    "text": st.column_config.TextColumn("What happened", width=600),
+                },
+            )
+            if count > MOST_EVENTS:
+                st.caption(f"The latest {MOST_EVENTS} of {count:,} events.")
 
 
 def _latest(root: Path, runs: Iterable[str]) -> tuple[pd.DataFrame, int]:
@@ -310,9 +203,3 @@ def _latest(root: Path, runs: Iterable[str]) -> tuple[pd.DataFrame, int]:
     events.sort(key=lambda pair: pair[0].time, reverse=True)
     rows = [asdict(event) | {"kind": event.kind.value, "run": run_id} for event, run_id in events[:MOST_EVENTS]]
     return pd.DataFrame(rows), len(events)
-
-
-def _source(config: str) -> str | None:
-    """The directory or file that an import refers to."""
-    read = json.loads(config)
-    return str(read.get("source")) if read.get("kind") == IMPORT else None

@@ -1,42 +1,52 @@
-"""How did the runs train? The losses of the newest runs."""
+"""How did the runs train? The losses of what is chosen in the table of runs."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import pandas as pd
 
-from binade.app import style
 from binade.app.control import Control
-from binade.app.figure import Drawn, Figure, Item, Text
-from binade.app.params import One
+from binade.app.figure import Drawn, Figure
+from binade.app.params import AnyText, Known, One
 from binade.app.questions.question import Question
-from binade.app.questions.shared import loss_chart
-from binade.app.questions.shared.event_marks import events_of
-from binade.app.questions.shared.labels import thinned_note
-from binade.app.questions.shared.runs import matching, run_looks, some_runs, with_plain_runs
+from binade.app.questions.runs import charts
+from binade.app.questions.runs.groups import MOST_LINES, Line, compared_runs, groups_of, lines_of, over_seeds
+from binade.app.questions.shared.labels import thinned, thinned_note
+from binade.app.questions.shared.runs import matching
 from binade.app.questions.shared.scope import Scope
 from binade.app.questions.shared.selection import Selection
+from binade.app.style import MARKS
 from binade.data import comparison, evidence
 from binade.data.catalog import Catalog
-from binade.data.comparison import Comparison, compare
+from binade.data.comparison import Comparison
 from binade.data.filter import Filter
-from binade.data.run_table import losses_of
-from binade.data.same_data import NATS, UNKNOWN, window_of
+from binade.data.same_data import NATS, UNKNOWN
 from binade.data.text import counted
 
 SMOOTH = Control(
     name="smooth", label="Mean over", param=One(("1", "5", "25")), row="loss",
     titles={"1": "each iteration", "5": "5 iterations", "25": "25 iterations"},
-    help="The mean of as many iterations before each as after it; each iteration stays behind it",
+    help="The mean of as many iterations before each as after it",
+)  # fmt: skip
+SCALE = Control(
+    name="scale", label="Loss", param=One(("linear", "log")), row="loss",
+    titles={"linear": "linear", "log": "logarithmic"},
 )  # fmt: skip
 WARMUP = Control(
     name="warmup", label="Warm-up", param=One(("hide", "show")), titles={"hide": "hidden", "show": "shown"}, row="loss",
-    width=2, help="The iterations below 0, before what is quantized",
+    help="The iterations below 0, before what is quantized",
 )  # fmt: skip
+BAND = "A line of several seeds is their mean, shaded from the lowest to the highest seed."
+
+
+def rows_of(opened: Catalog) -> Known:
+    """Groups of runs, by their key, and runs, by their id."""
+    return Known(
+        lambda name: any(name == group.key or name in group.runs for group in groups_of(opened)), "row", several=True
+    )
 
 
 def _trained(opened: Catalog) -> pd.DataFrame:
@@ -47,142 +57,132 @@ def _trained(opened: Catalog) -> pd.DataFrame:
 
 def _controls(selection: Selection, values: dict[str, Any]) -> list[Control]:
     firsts = [json.loads(step)["iteration"] for step in _trained(selection.opened)["first_step"].dropna()]
-    return [SMOOTH, *[WARMUP] * (min(firsts) < 0)] if firsts else []
-
-
-def recipe_names(runs: pd.DataFrame) -> dict[str, str]:
-    """The group of each run, by its label: runs that differ only in their seed are named by their recipe, of several
-    runs of a seed the newest one; all others by their label. runs: of `some_runs`, oldest first."""
-    names = dict(zip(runs["label"], runs["label"], strict=True))
-    groups = [group for _, group in runs.groupby(["name", "settings"], sort=False) if group["seed"].nunique() > 1]
-    recipes = Counter(group["name"].iloc[0] for group in groups)
-    for group in groups:
-        name, newest = group["name"].iloc[0], group.drop_duplicates("seed", keep="last")["label"]
-        if recipes[name] == 1 and name not in set(names) - set(newest):
-            names |= dict.fromkeys(newest, name)
-    return names
-
-
-def over_seeds(
-    records: Mapping[str, Sequence[Mapping[str, Any]]], names: Mapping[str, str]
-) -> tuple[dict[str, list[dict[str, Any]]], pd.DataFrame, pd.DataFrame]:
-    """(the records of each group, in nats per token: of several seeds, the means of the iterations at which all have a
-    loss of the same window; their 95% intervals of Student's t, with columns group, iteration, low, high; the records
-    of these seeds, with columns group, seed, iteration, loss). names: the group of each run, as `recipe_names`."""
-    lines = {run: {record["iteration"]: record["loss"] for record in steps} for run, steps in records.items()}
-    windows = {run: {(record["iteration"], window_of(record)) for record in steps} for run, steps in records.items()}
-    means: dict[str, list[dict[str, Any]]] = {}
-    intervals, seeds = [], []
-    for group in dict.fromkeys(names[run] for run in records):
-        runs = [run for run in records if names[run] == group]
-        means[group] = []
-        for iteration, _ in sorted(set.intersection(*(windows[run] for run in runs)), key=lambda pair: pair[0]):
-            losses = [lines[run][iteration] for run in runs]
-            if len(runs) == 1 or None in losses:
-                means[group].append({"iteration": iteration, "loss": losses[0] if len(runs) == 1 else None})
-                continue
-            mean = evidence.mean(evidence.GAP, losses)
-            means[group].append({"iteration": iteration, "loss": mean.value})
-            intervals.append((group, iteration, mean.low, mean.high))
-        if len(runs) > 1:
-            seeds += [(group, run, iteration, loss) for run in runs for iteration, loss in lines[run].items()]
-    return (
-        means,
-        pd.DataFrame(intervals, columns=["group", "iteration", "low", "high"]),
-        pd.DataFrame(seeds, columns=["group", "seed", "iteration", "loss"]),
-    )
+    return [SMOOTH, SCALE, *[WARMUP] * (min(firsts) < 0)] if firsts else []
 
 
 def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     opened = selection.opened
     runs = matching(opened, selection.where, _trained(opened))
-    latest = some_runs(opened, runs.head(style.MAX_GROUPS))
-    losses = losses_of(opened, latest["run_id"].tolist(), lost=True)
-    labels = dict(zip(latest["run_id"], latest["label"], strict=True))
-    after = {run: [record for record in records if record["iteration"] >= 0] for run, records in losses.items()}
-    hidden = values["warmup"] == "hide" and after != losses and any(after.values())
-    losses = after if hidden else losses
-    smooth = int(values["smooth"])
-    recipes = recipe_names(latest)
-    records, intervals, seeds = over_seeds({labels[run_id]: lines for run_id, lines in losses.items()}, recipes)
-    table, step = loss_chart.loss_table(records, style.MARKS, smooth)
-    if table.empty:
+    lines, left_out = lines_of(opened, values["chosen"], values["hidden"], set(runs["run_id"]))
+    compared, losses = compared_runs(opened)
+    if left_out:
+        lines = _most_apart(compared, lines)
+    smooth, logarithmic = int(values["smooth"]), values["scale"] == "log"
+    tables, hides = [], values["warmup"] == "hide"
+    for line in lines:
+        records = [losses[run] for run in line.runs]
+        after = [[record for record in steps if record["iteration"] >= 0] for steps in records]
+        table = over_seeds(after if hides and all(after) else records)
+        tables.append(_smoothed(table, smooth).assign(group=line.name))
+    table = pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=["group", "iteration", "loss"])
+    if table["loss"].notna().sum() == 0:
         return Drawn()
-    units = list(dict.fromkeys(latest["unit"]))
+    table, step = thinned(table.reindex(columns=["group", "iteration", "loss", "low", "high"]), MARKS)
+    used = [run for line in lines for run in line.runs]
+    own = compared.table[compared.table["run_id"].isin(used)]
+    short = sum(len(line.short) for line in lines)
+    notes = (
+        thinned_note(step),
+        f"Centered means of {smooth} iterations, of fewer at both ends." if smooth > 1 else "",
+        BAND if table["low"].notna().any() else "",
+        f"{counted(short, 'run')} that ended earlier than others of the group {'is' if short == 1 else 'are'} not in "
+        "its line." if short else "",
+        f"{left_out} more groups are not drawn: choose rows of the table." if left_out else "",
+    )  # fmt: skip
+    unit = _unit(own)
+    marks = _marks(compared, lines, table)
+    chart = charts.losses(table, {line.name: line.look for line in lines}, marks, unit, logarithmic)
+    note = " ".join(filter(None, notes))
+    what = f"cross entropy in {unit}" if unit == NATS else unit
+    caption = f"Data: {counted(len(used), 'run')}, from loss.jsonl. Loss: {what}. {note}".strip()
+    figure = Figure("losses", chart, table, caption, note=note, height=charts.height(table))
+    scope = Scope(Filter(run_id=tuple(used)), ((len(lines), "line"),), len(runs))
+    problems = tuple(filter(None, [comparison.other_unit(own)]))
+    return Drawn((figure,), _verdict(compared, lines), problems, scope)
+
+
+def _most_apart(compared: Comparison, lines: list[Line]) -> list[Line]:
+    """bf16, and MOST_LINES of the others with the largest gaps."""
+    gaps = compared.costs.set_index("run_id")["gap"].abs()
+    plain = set(compared.table.loc[~compared.table["quantized"], "run_id"])
+
+    def size(line: Line) -> float:
+        return -float(gaps.reindex(line.runs).fillna(0.0).mean())
+
+    others = sorted((line for line in lines if plain.isdisjoint(line.runs)), key=size)[:MOST_LINES]
+    return [line for line in lines if line in others or not plain.isdisjoint(line.runs)]
+
+
+def _smoothed(table: pd.DataFrame, smooth: int) -> pd.DataFrame:
+    """Centered means of so many iterations. Means of training do not include warm-up, nor the other way round."""
+    if smooth < 2:
+        return table
+    columns = [name for name in ("loss", "low", "high") if name in table]
+    parts = table.groupby(table["iteration"] < 0, sort=False)[columns]
+    means = parts.transform(lambda loss: loss.rolling(smooth, min_periods=1, center=True).mean())
+    return table.assign(**{name: means[name].where(table[name].notna()) for name in columns})
+
+
+def _unit(runs: pd.DataFrame) -> str:
+    units = list(dict.fromkeys(runs["unit"]))
     unit = units[0] if len(units) == 1 else f"in units that differ: {', '.join(units)}"
-    unit = f"unit {unit}" if unit == UNKNOWN else unit
-    if not intervals.empty:
-        table = table.merge(intervals, how="left", on=["group", "iteration"])
-    note = f"Losses of the {len(latest)} newest of {len(runs)} runs." if len(runs) > len(latest) else ""
-    height = 380 + style.legend_height(list(dict.fromkeys(table["group"])))
-    half = smooth // 2
-    mean = f"Mean: of {smooth} iterations: one, the {half} before and the {half} after it; fewer at both ends."
-    band = "Recipes with several seeds: mean, its 95% interval (Student's t) in each iteration, and faint seeds."
-    parts = (thinned_note(step), mean * (smooth > 1), band * (not seeds.empty), "Warm-up is hidden." * hidden)
-    drawn = " ".join(filter(None, parts))
-    data = f"Data: {counted(len(latest), 'run')}, from loss.jsonl"
-    words = f"{data}. Loss: {f'cross entropy in {unit}' if unit == NATS else unit}. {drawn}".strip()
-    events = events_of({labels[run_id]: opened.root / run_id for run_id in losses})
-    events["group"] = events["group"].map(recipes)
-    looks = {recipes[label]: look for label, look in run_looks(latest.iloc[::-1]).items()}
-    compared = _compared(opened, latest)
+    return f"unit {unit}" if unit == UNKNOWN else unit
+
+
+def _diverged(compared: Comparison, lines: Iterable[Line]) -> dict[str, tuple[int, int]]:
+    """By line: (the iteration at which the first of its runs diverged, how many did)."""
     outcomes = compared.table.set_index("run_id")["outcome"]
-    diverged = {labels[run_id]: outcomes[run_id].diverged for run_id in labels}
-    diverged = {label: at for label, at in diverged.items() if at is not None}
-    marks = pd.concat([_marks(compared, table, recipes), _ends(diverged, table, recipes)])
-    chart = loss_chart.losses(table, looks, events, smooth, seeds, marks, unit)
-    figure = Figure("losses", chart, table, words, note=drawn, height=height)
-    scope = Scope(Filter(run_id=tuple(latest["run_id"])), ((table["group"].nunique(), "line"),), len(runs))
-    items: tuple[Item, ...] = (figure, *map(Text, compared.missing))
-    verdict = evidence.together(_diverged(diverged), *compared.leaving)
-    return Drawn(items, verdict, tuple(filter(None, (note, comparison.other_unit(latest)))), scope)
+    found = {line.name: [outcomes[run].diverged for run in line.runs] for line in lines}
+    known = {name: [at for at in iterations if at is not None] for name, iterations in found.items()}
+    return {name: (min(iterations), len(iterations)) for name, iterations in known.items() if iterations}
 
 
-def _compared(opened: Catalog, runs: pd.DataFrame) -> Comparison:
-    table = with_plain_runs(opened, runs)
-    return compare(table, losses_of(opened, table["run_id"], lost=True))
+def _left(compared: Comparison, lines: Iterable[Line]) -> dict[str, int]:
+    """By line that is a whole recipe: the iteration at which it leaves bf16."""
+    of_run = {run: recipe.run_id for recipe in compared.recipes for run in recipe.runs}
+    found = {line.name: compared.left.get(of_run.get(line.runs[-1], "")) for line in lines if len(line.runs) > 1}
+    return {name: at for name, at in found.items() if at is not None}
 
 
-def _diverged(at: Mapping[str, int]) -> evidence.Sentence:
-    """Which runs diverged, the earliest first."""
-    texts = [f"{label} at iteration {iteration}" for label, iteration in sorted(at.items(), key=lambda item: item[1])]
-    return evidence.say("Diverged: {texts}.", texts=evidence.listed(texts)) if texts else evidence.Sentence()
-
-
-def _ends(diverged: Mapping[str, int], table: pd.DataFrame, names: Mapping[str, str]) -> pd.DataFrame:
-    """Where the lines of runs that diverged end, or at least the last finite loss before: columns group, iteration,
-    loss, text."""
+def _marks(compared: Comparison, lines: list[Line], table: pd.DataFrame) -> pd.DataFrame:
+    """Where lines leave bf16, and where they end because runs diverged: columns group, iteration, loss, text."""
     rows = []
-    lines = table.assign(loss=table["mean"] if "mean" in table else table["loss"]).dropna(subset="loss")
-    for label, at in diverged.items():
-        group = names[label]
-        before = lines[(lines["group"] == group) & (lines["iteration"] <= at)].sort_values("iteration")
-        if len(before):
-            last = before.iloc[-1]
-            rows.append((group, last["iteration"], last["loss"], f"{label} diverged at iteration {at}"))
+    known = table.dropna(subset="loss").sort_values("iteration")
+    for name, at in _left(compared, lines).items():
+        points = known[(known["group"] == name) & (known["iteration"] >= at)]
+        if len(points):
+            rows.append((name, points["iteration"].iloc[0], points["loss"].iloc[0], f"{name} leaves bf16 at {at}"))
+    for name, (at, _) in _diverged(compared, lines).items():
+        points = known[(known["group"] == name) & (known["iteration"] <= at)]
+        if len(points):
+            text = f"{name} diverged at iteration {at}"
+            rows.append((name, points["iteration"].iloc[-1], points["loss"].iloc[-1], text))
     return pd.DataFrame(rows, columns=["group", "iteration", "loss", "text"])
 
 
-def _marks(compared: Comparison, table: pd.DataFrame, names: Mapping[str, str]) -> pd.DataFrame:
-    """Where the lines of the chart leave bf16's band: columns group, iteration, loss, text."""
-    labels = compared.table.set_index("run_id")["label"]
-    lines = table.assign(loss=table["mean"] if "mean" in table else table["loss"])
-    rows = []
-    for recipe in compared.recipes:
-        group, at = names.get(labels[recipe.run_id]), compared.left.get(recipe.run_id)
-        points = lines[(lines["group"] == group) & (lines["iteration"] >= (0 if at is None else at))].dropna(
-            subset="loss"
-        )
-        if at is not None and not points.empty:
-            first = points.sort_values("iteration").iloc[0]
-            rows.append((group, first["iteration"], first["loss"], f"{group} leaves bf16’s band at iteration {at}"))
-    return pd.DataFrame(rows, columns=["group", "iteration", "loss", "text"])
+def _verdict(compared: Comparison, lines: list[Line]) -> evidence.Sentence:
+    """Which lines diverged and which leave bf16, the earliest first."""
+    count = {line.name: len(line.runs) for line in lines}
+    lost = sorted(_diverged(compared, lines).items(), key=lambda item: item[1])
+    texts = [
+        f"{name} at iteration {at}{f' ({runs} of {count[name]} seeds)' if count[name] > 1 else ''}"
+        for name, (at, runs) in lost
+    ]
+    left = [
+        f"{name} at iteration {at}" for name, at in sorted(_left(compared, lines).items(), key=lambda item: item[1])
+    ]
+    return evidence.together(
+        evidence.say("Diverged: {texts}.", texts=evidence.listed(texts)) if texts else "",
+        evidence.say("Leaves bf16: {left}.", left=evidence.listed(left)) if left else "",
+    )
 
 
 def _every(opened: Catalog, where: Filter, run_ids: Collection[str]) -> Iterable[str]:
     return opened.runs()["run_id"]
 
 
+TAKES: Mapping[str, Any] = {"chosen": rows_of, "hidden": rows_of}
+SELECTS: Mapping[str, Any] = {"columns": lambda opened: AnyText(), "sort": lambda opened: AnyText()}
 RUNS = Question(
     text="How did the runs train?",
     title="Runs",
@@ -191,8 +191,11 @@ RUNS = Question(
     page="runs",
     view="table",
     draw=draw,
-    controls=(SMOOTH, WARMUP),
+    controls=(SMOOTH, SCALE, WARMUP),
     narrow=_controls,
+    takes=dict(TAKES),
+    selects=dict(SELECTS),
+    at_once=("chosen", "hidden", "smooth", "scale", "warmup"),
     of_runs=True,
     empty=True,
     beyond=_every,

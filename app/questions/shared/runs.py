@@ -22,13 +22,19 @@ FIELDS_OF_RUNS = ("run_id", "model", "size", "dataset", "recipe", "quant_type", 
 
 def every_run(opened: Catalog) -> pd.DataFrame:
     """`runs_with_references` of all runs, which all sessions share, and the column look: the color and dash of a run
-    among all, as `style.run_styles`."""
+    among all. Runs of one recipe have its color, as of `style.run_styles`, unless a user chose another one, and differ
+    in the dash."""
 
     def read() -> pd.DataFrame:
         table = runs_with_references(opened.runs(), opened.parts())
         chosen = table["color"].astype(object).where(table["color"].notna(), None)
-        looks = style.run_styles([*zip(table["rounded"], chosen, strict=True)])
-        return table.assign(look=pd.Series(looks, table.index, object))
+        first = table.drop_duplicates("group")
+        styles = style.run_styles([*zip(first["rounded"], chosen[first.index], strict=True)])
+        of_group = dict(zip(first["group"], styles, strict=True))
+        colors = chosen.where(chosen.notna(), table["group"].map(lambda group: of_group[group][0]))
+        nth = colors.groupby(colors).cumcount()
+        dashes = (nth + table["group"].map(lambda group: of_group[group][1])) % len(style.DASHES)
+        return table.assign(look=pd.Series([*zip(colors, dashes.astype(int), strict=True)], table.index, object))
 
     return opened.kept(("every run", opened.state()), read).copy(deep=False)
 
