@@ -114,14 +114,17 @@ def _first_that_match(
         for (reading, pair), trials in zip(pairs, plain, strict=True):
             chosen = [spec for spec in tried if reading.fits(spec.format.element)]
             found += _verified(sorted(stage(pair, chosen, trials), key=lambda trial: trial.order), reading)
+    if not any(outcome.matches for _, outcome in found):
+        for (reading, _), trials in zip(pairs, plain, strict=True):
+            found += [(trial, _outcome(trial, reading)) for trial in _best_of_formats(trials)]
     return found
 
 
 def _verified(trials: list[Attempt], reading: CodeReading) -> list[tuple[Attempt, SpecOutcome]]:
-    """The trials without a difference in the sample, else the nearest, on all values."""
+    """On all values: the trials without a difference in the sample, else those that are not apart."""
     good = [trial for trial in trials if trial.share == 0][:VERIFIED]
     close = [trial for trial in trials if trial.apart == 0][:ALTERED]
-    return [(trial, _outcome(trial, reading)) for trial in good or close or _best_of_formats(trials)]
+    return [(trial, _outcome(trial, reading)) for trial in good or close]
 
 
 def _best_of_formats(trials: list[Attempt]) -> list[Attempt]:
