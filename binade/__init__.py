@@ -21,14 +21,16 @@ if TYPE_CHECKING:
     from binade.data.catalog import Catalog
     from binade.data.export import Sink
     from binade.data.filter import Filter
-    from binade.quant import FORMATS, compare, fake_quantize, quantize
+    from binade.quant import FORMATS, compare, conform, fake_quantize, identify, quantize
 
 __version__ = "0.1.0"
 
 _HOME = {
     "FORMATS": "quant",
     "compare": "quant",
+    "conform": "quant",
     "fake_quantize": "quant",
+    "identify": "quant",
     "quantize": "quant",
     "Merge": "collector",
     "Recorder": "collector",
@@ -52,8 +54,10 @@ __all__ = [
     "Sink",
     "Watch",
     "compare",
+    "conform",
     "coverage",
     "fake_quantize",
+    "identify",
     "instrument",
     "instrument_provider",
     "measure",

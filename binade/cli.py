@@ -33,6 +33,8 @@ COMMANDS = {
         "advise": "collector.cli.advise:advise",
         "scales": "collector.cli.scales:scales",
         "compare": "collector.cli.compare_command:compare",
+        "identify": "collector.cli.identify:identify",
+        "conform": "collector.cli.conform:conform",
         "report": "app.cli:report",
         "diff": "collector.cli.diff_command:diff",
         "export": "collector.cli.export_command:export",

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from binade.quant.accumulation import ACCUMULATORS, Accumulator
     from binade.quant.blocks import Blocks, look
     from binade.quant.code_usage import Usage, usage
+    from binade.quant.conformance.check import conform
     from binade.quant.formats import FORMATS, Format, UnknownFormatError
+    from binade.quant.identification.search import identify
     from binade.quant.measurements import Errors, Summary
     from binade.quant.metrics import METRICS, compare, score, sqnr_db
     from binade.quant.quantizer import Quantized, fake_quantize, quantize
@@ -28,7 +30,9 @@ if TYPE_CHECKING:
 _MODULES = {
     "accumulation": ("ACCUMULATORS", "Accumulator"),
     "blocks": ("Blocks", "look"),
+    "conformance.check": ("conform",),
     "formats": ("FORMATS", "Format", "UnknownFormatError"),
+    "identification.search": ("identify",),
     "measurements": ("Errors", "Summary"),
     "metrics": ("METRICS", "compare", "score", "sqnr_db"),
     "quantizer": ("Quantized", "fake_quantize", "quantize"),
@@ -52,8 +56,10 @@ __all__ = [
     "UnknownFormatError",
     "Usage",
     "compare",
+    "conform",
     "fake_quantize",
     "hadamard_rotate",
+    "identify",
     "look",
     "quantize",
     "score",

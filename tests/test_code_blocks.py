@@ -54,6 +54,8 @@ ONLY_PARSED = {
     "parity token_exports": "needs dumps; tests/collector/test_rollouts.py",
     "parity train/": "needs dumps; tests/collector/test_rollouts.py",
     "measure RUN": "needs the name of a run; tests/collector/test_measure.py",
+    "identify": "needs a kernel's tensors; tests/collector/cli/test_identify_command.py",
+    "conform": "needs a kernel; tests/collector/cli/test_identify_command.py",
     "run --dataset": "needs the user's text; tests/collector/test_datasets.py",
 }
 # Python blocks that are compiled only: a text in them, and why.

@@ -1,0 +1,1 @@
+"""Whether a quantizer computes a spec: see `check.conform`."""

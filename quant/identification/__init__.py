@@ -1,0 +1,1 @@
+"""Which spec gave a kernel's values: see `search.identify`."""

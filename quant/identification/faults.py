@@ -1,0 +1,116 @@
+"""Hypotheses that are no change of one step: scales and codes that were taken from another place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from binade.quant.elements import E4M3
+from binade.quant.identification.alterations import AWAY_FROM_ZERO, TOWARD_ZERO
+from binade.quant.identification.fitting import TOLERANCE, fits, groups_of, magnitudes
+from binade.quant.identification.pair import Pair, differs, is_apart
+from binade.quant.quantizer import apply
+from binade.quant.specs import TENSOR, Spec
+
+Compute = Callable[[Pair], Tensor]
+ULPS = 12  # how many float32 neighbors of an absmax are tried
+
+
+def swapped(x: Tensor) -> Tensor:
+    """Neighbors along the last axis, which share a byte if codes have 4 bits, in the other order."""
+    return x.reshape(*x.shape[:-1], -1, 2).flip(-1).reshape(x.shape)
+
+
+def either_neighbor(pair: Pair, spec: Spec) -> Compute:
+    """q where it is one of the two neighbors that the spec's scale gives x, else the nearest."""
+
+    def compute(part: Pair) -> Tensor:
+        lower, upper = (pair.rounded(spec, part, alteration) for alteration in (TOWARD_ZERO, AWAY_FROM_ZERO))
+        possible = ~differs(lower, part.q) | ~differs(upper, part.q)
+        return torch.where(possible, part.q.float(), pair.rounded(spec, part))
+
+    return compute
+
+
+def is_stochastic(pair: Pair, spec: Spec) -> bool:
+    """Whether the sample is rounded up, and not to the nearest, as often as stochastic rounding does it, within five
+    standard deviations."""
+    part = pair.sample(spec)
+    lower, upper = (pair.rounded(spec, part, alteration).double() for alteration in (TOWARD_ZERO, AWAY_FROM_ZERO))
+    between = (lower != upper) & lower.isfinite() & upper.isfinite()
+    share = ((part.x.double() - lower) / (upper - lower))[between].clamp(0, 1)
+    up = (part.q.double() == upper)[between].double()
+    far = torch.where(share > 0.5, 1 - up, up)
+    deviation = (share * (1 - share)).sum().sqrt()
+    sums = torch.stack(((up - share).sum(), (far - torch.minimum(share, 1 - share)).sum()))
+    return bool(deviation > 0 and (sums.abs() < 5 * deviation).all())
+
+
+def other_absmax(pair: Pair, spec: Spec) -> tuple[Compute, str] | None:
+    """The spec with another absmax of the tensor than that of x, if one explains the sample."""
+    part = pair.sample(spec)
+    x, q = groups_of(part.x, part.q, spec.block)
+    if not len(q) or not bool(pair.absmax.isfinite()):
+        return None
+    least = 0.0 if spec.block == TENSOR else 0.25
+    share, scale = fits(x, q, spec.format.element, False, TOLERANCE[part.q.dtype], least=least)
+    one = scale[int(share.argmax())]
+    if spec.block == TENSOR:
+        wanted = one[None] * spec.scaling.shared(spec)[0] if hasattr(spec.scaling, "shared") else one[None]
+    else:
+        wanted = one / magnitudes(E4M3)[1:] * spec.scaling.kernel_constant(spec)
+    wanted = wanted[(wanted > 0) & wanted.isfinite()].float()
+
+    def rounded(absmax: Tensor) -> Compute:
+        return lambda part: apply(part.x, spec, -1, absmax=absmax)[0]
+
+    scored = [(float(is_apart(rounded(a)(part), part.q).double().mean()), a) for a in wanted]
+    if not scored or (best := min(scored, key=lambda one: one[0]))[0] > 0:
+        return None
+    steps = torch.arange(-ULPS, ULPS + 1, dtype=torch.int32)
+    near = (best[1].view(torch.int32) + steps[steps.abs().argsort(stable=True)]).view(torch.float32)
+    absmax = min(near, key=lambda a: int(differs(rounded(a)(part), part.q).sum()))
+    words = f"with an absmax of {float(absmax):.6g} instead of {float(pair.absmax):.6g}, as of another tensor"
+    return rounded(absmax), words
+
+
+def misread(pair: Pair, spec: Spec) -> Iterator[tuple[Compute, str]]:
+    """The codes of the spec with scales from another place. What they compute has as many lines as the part."""
+    scaling = spec.scaling
+    if not spec.has_blocks or scaling.per_element or scaling.outer not in (None, TENSOR) or scaling.of_blocks:
+        return
+    y, own = _with_multipliers(pair, spec)
+    rows = spec.block.rows or 1 if spec.block else 1
+    grid = own[::rows]
+    if min(grid.shape) > 1:
+        other = grid.T.reshape(grid.shape).repeat_interleave(rows, 0)[: len(own)]
+        yield _reading(y, own, other, spec), "the scales are transposed"
+    if len(pair.shape) == 2 and spec.block and spec.block.columns:
+        turned = Pair(pair.x.T.contiguous(), pair.q.T.contiguous(), 1 - pair.dim, pair.shape)
+        _, across = _with_multipliers(turned, spec)
+        whole = across.repeat_interleave(spec.block.columns, 1)[:, : len(y)].T
+        yield _reading(y, own, whole, spec), "read with the scales of the other axis"
+
+
+def _with_multipliers(pair: Pair, spec: Spec) -> tuple[Tensor, Tensor]:
+    """All of x rounded, and the factor of each block, float64 [lines, blocks]."""
+    y, scales = apply(pair.x, spec, -1, want_scales=True)
+    assert scales is not None
+    factor = spec.scaling.multiplier(scales.reshape(-1, 1), spec, pair.absmax)
+    return y, factor.reshape(len(pair.x), -1)
+
+
+def _reading(y: Tensor, own: Tensor, other: Tensor, spec: Spec) -> Compute:
+    """y with factors replaced: `other` is [lines, blocks], or one for each value."""
+    axis = y.shape[1]
+    columns = spec.block.columns or axis if spec.block else axis
+
+    def compute(part: Pair) -> Tensor:
+        lines = slice(0, len(part.x))
+        mine = own[lines].repeat_interleave(columns, 1)[:, :axis]
+        theirs = other[lines] if other.shape[1] == axis else other[lines].repeat_interleave(columns, 1)[:, :axis]
+        return torch.where(mine == 0, 0.0, y[lines].double() / mine * theirs).float()
+
+    return compute
