@@ -216,14 +216,7 @@ class _Matmul(torch.autograd.Function):
         ctx.save_for_backward(a if ctx.needs_input_grad[1] else None, b)  # of a frozen weight, a may be overwritten
         how = how.begun()
         ctx.transpose_b, ctx.how, ctx.tap = transpose_b, how, tap
-        aq = how.operand(a, "forward_a", -1, tap, "a")
-        bq = how.operand(b, "forward_b", -1 if transpose_b else -2, tap, "b")
-        y = _with_mean(aq, bq.transpose(-1, -2) if transpose_b else bq, how.mean(a, "forward_a", -1))
-        if tap:
-            right = (b.transpose(-1, -2) if transpose_b else b).detach()
-            exact = how.exact("forward", lambda: multiply(a.detach(), right))
-            tap(Observed("y", y, exact=exact))
-        return y
+        return forward(a, b, how, transpose_b=transpose_b, tap=tap)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
@@ -249,29 +242,75 @@ def gradients(
     """The gradients of a and b from that of `matmul`'s result, each if it is needed. dgrad_dtype: in which dgrad is
     computed, if not in that of its operands. rounded_a: what wgrad takes in place of a; default: what the formats
     say."""
-    gq = how.operand(grad, "dgrad_grad", -1, tap, "grad")
     da = db = None
-    if needed[0]:  # [m, n] · [n, k]
-        source = how.forward_again(b, "dgrad_b", "forward_b", -1 if transpose_b else -2)
-        bq = how.operand(source, "dgrad_b", -2 if transpose_b else -1, tap, "dgrad_b", None if source is b else b)
-        gq, bq = (x.to(dgrad_dtype or x.dtype) for x in (gq, bq))
-        da = _with_mean(gq, bq if transpose_b else bq.transpose(-1, -2), how.mean(grad, "dgrad_grad", -1))
-        if tap:
-            exact = how.exact("dgrad", lambda: multiply(grad, b if transpose_b else b.transpose(-1, -2)))
-            tap(Observed("grad_a", da, exact=exact))
-    if needed[1]:  # contracted over m, and over the batch axes that b lacks
+    if needed[0]:
+        da = dgrad(grad, b, how, transpose_b=transpose_b, tap=tap, dtype=dgrad_dtype)
+    else:
+        how.operand(grad, "dgrad_grad", -1, tap, "grad")
+    if needed[1]:
         source = how.forward_again(a, "wgrad_a", "forward_a", -1) if rounded_a is None else rounded_a
-        twice = source is not a
-        if b.dim() == 2:
-            grad, a, source = grad.flatten(0, -2), a.flatten(0, -2), source.flatten(0, -2)
-        gq = how.operand(grad, "wgrad_grad", -2, tap, "wgrad_grad")
-        aq = how.operand(source, "wgrad_a", -2, tap, "wgrad_a", a if twice else None)
-        nu, mu = how.mean(grad, "wgrad_grad", -2), how.mean(source, "wgrad_a", -2)
-        of_means = None if nu is None or mu is None else _wgrad(nu, mu, transpose_b) * len(grad)
-        db = _wgrad(gq, aq, transpose_b, of_means)
-        if tap:
-            tap(Observed("grad_b", db, exact=how.exact("wgrad", lambda: _wgrad(grad, a, transpose_b))))
+        rounded_a = None if source is a else source
+        if b.dim() == 2:  # contracted over the batch axes that b lacks, too
+            grad, a = grad.flatten(0, -2), a.flatten(0, -2)
+            rounded_a = None if rounded_a is None else rounded_a.flatten(0, -2)
+        db = wgrad(grad, a, how, transpose_b=transpose_b, tap=tap, rounded_a=rounded_a)
     return da, db
+
+
+def forward(a: Tensor, b: Tensor, how: Rounding, *, transpose_b: bool = False, tap: Tap | None = None) -> Tensor:
+    """The forward GEMM of `matmul`, without a backward pass."""
+    aq = how.operand(a, "forward_a", -1, tap, "a")
+    bq = how.operand(b, "forward_b", -1 if transpose_b else -2, tap, "b")
+    y = _with_mean(aq, bq.transpose(-1, -2) if transpose_b else bq, how.mean(a, "forward_a", -1))
+    if tap:
+        right = (b.transpose(-1, -2) if transpose_b else b).detach()
+        exact = how.exact("forward", lambda: multiply(a.detach(), right))
+        tap(Observed("y", y, exact=exact))
+    return y
+
+
+def dgrad(
+    grad: Tensor,
+    b: Tensor,
+    how: Rounding,
+    *,
+    transpose_b: bool = False,
+    tap: Tap | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The gradient of a: grad [..., m, n] · bᵀ [..., n, k]. dtype: in which it is computed, if not in that of its
+    operands."""
+    gq = how.operand(grad, "dgrad_grad", -1, tap, "grad")
+    source = how.forward_again(b, "dgrad_b", "forward_b", -1 if transpose_b else -2)
+    bq = how.operand(source, "dgrad_b", -2 if transpose_b else -1, tap, "dgrad_b", None if source is b else b)
+    gq, bq = (x.to(dtype or x.dtype) for x in (gq, bq))
+    da = _with_mean(gq, bq if transpose_b else bq.transpose(-1, -2), how.mean(grad, "dgrad_grad", -1))
+    if tap:
+        exact = how.exact("dgrad", lambda: multiply(grad, b if transpose_b else b.transpose(-1, -2)))
+        tap(Observed("grad_a", da, exact=exact))
+    return da
+
+
+def wgrad(
+    grad: Tensor,
+    a: Tensor,
+    how: Rounding,
+    *,
+    transpose_b: bool = False,
+    tap: Tap | None = None,
+    rounded_a: Tensor | None = None,
+) -> Tensor:
+    """The gradient of b: aᵀ [..., k, m] · grad [..., m, n], transposed if transpose_b. rounded_a: what it takes in
+    place of a; default: what the formats say."""
+    source = how.forward_again(a, "wgrad_a", "forward_a", -1) if rounded_a is None else rounded_a
+    gq = how.operand(grad, "wgrad_grad", -2, tap, "wgrad_grad")
+    aq = how.operand(source, "wgrad_a", -2, tap, "wgrad_a", None if source is a else a)
+    nu, mu = how.mean(grad, "wgrad_grad", -2), how.mean(source, "wgrad_a", -2)
+    of_means = None if nu is None or mu is None else _wgrad(nu, mu, transpose_b) * len(grad)
+    db = _wgrad(gq, aq, transpose_b, of_means)
+    if tap:
+        tap(Observed("grad_b", db, exact=how.exact("wgrad", lambda: _wgrad(grad, a, transpose_b))))
+    return db
 
 
 def _with_mean(a: Tensor, b: Tensor, mean: Tensor | None) -> Tensor:

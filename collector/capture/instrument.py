@@ -11,8 +11,9 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -30,6 +31,7 @@ from binade.collector.capture.adapters.torch_modules import is_compiled
 from binade.collector.capture.clock import Moment, PassCounter
 from binade.collector.capture.delayed_scales import DelayedScales
 from binade.collector.capture.instrumented import Instrumented
+from binade.collector.capture.kernel.products import seen_in_kernels
 from binade.collector.capture.observer import Hook
 from binade.collector.capture.recorder import Recorder
 from binade.collector.capture.step import others, recorded
@@ -61,7 +63,7 @@ def instrument(
     capture: SiteSelection | str | None = None,
     exclude: Sequence[str] = (),
     cores: Sequence[str] = (),
-    products: Mapping[str, Equations] = {},
+    products: Mapping[str, Equations] | Literal["kernel"] = {},
     head: bool = False,
     seed: int = 0,
     iterations: int | None = None,
@@ -82,7 +84,8 @@ def instrument(
         cores: Paths of modules whose forward pass computes attention as two matrix products, QKᵀ and PV, of tensors
             with three or more axes.
         products: Other products of two tensors: the einsum equation of one, or a tuple of several, by the path of the
-            module whose forward pass makes them, such as {"*.mixer": "bhls,bhsp->bhlp"}.
+            module whose forward pass makes them, such as {"*.mixer": "bhls,bhsp->bhlp"}. Or "kernel": products with
+            weights, and F.scaled_dot_product_attention, are seen where torch computes them, see docs/own_training.md.
         head: Whether to treat the LM head as one more linear layer, `layer0.head`.
         seed: Seeds stochastic rounding and random signs. They are drawn for each iteration, micro-batch, rank, layer
             and GEMM; a recomputed forward pass draws the same again.
@@ -109,8 +112,14 @@ def instrument(
     models = [model] if isinstance(model, nn.Module) else list(model)
     attention = quantizes_attention(recipe)
     quantizes = recipe.kv_cache is not None or any(part != Part() for part in recipe.every_part())
-    options: dict[str, Any] = {"exclude": exclude, "head": head, "cores": cores, "products": products}
-    surveys = [find(model, attention=attention, **options) for model in models]
+    in_kernels = products == "kernel"
+    options: dict[str, Any] = {"exclude": exclude, "head": head, "cores": cores}
+    options["products"] = {} if in_kernels else products
+    options["attention"] = attention
+    surveys = [
+        find(model, partial(seen_in_kernels, model, attention), **options) if in_kernels else find(model, **options)
+        for model in models
+    ]
     layers = [layer for survey in surveys for layer in survey.layers]
     named = [others(*pair, recorder.tensors if recorder else ()) for pair in zip(models, surveys, strict=True)]
     sites = [layer.site for layer in layers]

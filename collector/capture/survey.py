@@ -148,10 +148,10 @@ def modules_of(model: nn.Module) -> dict[str, nn.Module]:
     return modules
 
 
-def find(model: nn.Module, **options: Any) -> Survey:
-    """`survey`. Raises InstrumentError as it does, for modules that cannot be intercepted, all of them in one line, and
-    if there is nothing to instrument."""
-    model_survey = survey(model, **options)
+def find(model: nn.Module, see: Callable[[Survey], Survey] = lambda found: found, **options: Any) -> Survey:
+    """`survey`, as `see` changes it. Raises InstrumentError as it does, for modules that cannot be intercepted, all of
+    them in one line, and if there is nothing to instrument."""
+    model_survey = see(survey(model, **options))
     if model_survey.refused:
         reasons = {name: f"cannot be intercepted: {reason}" for name, reason in model_survey.refused.items()}
         raise InstrumentError(refusal(dict(model.named_modules()), reasons))
@@ -219,8 +219,8 @@ class Parts:
             for name, module in modules.items()
             if name in paths and module is not model and not isinstance(module, torch.jit.ScriptModule)
             for handle in (
-                module.register_forward_pre_hook(_Hook(self.begin), with_kwargs=True),
-                module.register_forward_hook(_Hook(self.end), always_call=True),
+                module.register_forward_pre_hook(ModuleHook(self.begin), with_kwargs=True),
+                module.register_forward_hook(ModuleHook(self.end), always_call=True),
             )
         ]
 
@@ -253,21 +253,22 @@ class Parts:
             self.close()
 
 
-class _Hook:
-    """A hook of a module, which a copy of the module does not have."""
+class ModuleHook:
+    """A hook of a module, which a copy of the module does not have. sees_products: whether it belongs to what sees the
+    module's products."""
 
-    def __init__(self, function: Callable[..., None]) -> None:
-        self.function = function
+    def __init__(self, function: Callable[..., None], *, sees_products: bool = False) -> None:
+        self.function, self.sees_products = function, sees_products
 
     def __call__(self, *args: Any) -> None:
         if not torch.compiler.is_compiling():
             self.function(*args)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
-        return _Hook(_nothing)
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleHook:
+        return ModuleHook(_nothing)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Hook, (_nothing,)
+        return ModuleHook, (_nothing,)
 
 
 def _nothing(*_: Any) -> None:

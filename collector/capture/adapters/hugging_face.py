@@ -40,7 +40,7 @@ def find(model: nn.Module) -> Iterator[Layer | Refused]:
         elif calls(module, INTERFACE):
             implementation = _implementation(module)
             if implementation in ("eager", "sdpa", "flex_attention"):
-                yield core_layer(name, module, InterfaceMode)
+                yield replace(core_layer(name, module, InterfaceMode), by_sdpa=implementation == "sdpa")
             else:
                 yield Refused(name, f"its attention is {implementation}: load it with attn_implementation='sdpa'", True)
 

@@ -45,6 +45,7 @@ class Layer:
                record
     part     which of the module's layers, where it has several: the weight and the expert, or the declared product
     is_declared  whether it is a declared product
+    by_sdpa  whether it is a core that attends by F.scaled_dot_product_attention
     others   modules that contain it and multiply by its weight themselves, with what makes these products run likewise
     """
 
@@ -59,6 +60,7 @@ class Layer:
     kernels: str = ""
     part: str = ""
     is_declared: bool = False
+    by_sdpa: bool = False
     others: tuple[tuple[nn.Module, Attach], ...] = ()
 
     @property
@@ -153,8 +155,9 @@ def numbers_left_out(name: str) -> str:
 
 
 def is_instrumented(module: nn.Module) -> bool:
-    """Whether an adapter has replaced a method of this instance already."""
-    return any(isinstance(value, _Replacement) for value in vars(module).values())
+    """Whether an adapter has replaced a method of this instance already, or its products are seen in kernels."""
+    hooked = any(getattr(hook, "sees_products", False) for hook in module._forward_pre_hooks.values())
+    return hooked or any(isinstance(value, _Replacement) for value in vars(module).values())
 
 
 def is_a(module: str, name: str, value: object) -> bool:

@@ -80,7 +80,7 @@ def find(model: nn.Module) -> Iterator[Layer | Refused]:
             layer, parts = linear_layer(name, module), list[Layer]()
             if type(module).forward is not nn.Linear.forward:  # it may have LoRA's parts
                 owner = OwnProducts(name, module, is_linear=True)
-                parts = [part for part in _own(modules, shapes, name, owner) if part.part]
+                parts = [part for part in own_layers(modules, shapes, name, owner) if part.part]
                 layer = replace(layer, attach=partial(owner.attach, "weight", 0)) if parts else layer
             is_head = module in output
             for parent, weight in multiplying(modules, name):
@@ -96,7 +96,7 @@ def find(model: nn.Module) -> Iterator[Layer | Refused]:
             yield core_layer(name, module, SdpaMode)
         if not isinstance(module, NOT_PRODUCTS) and (is_linear(module) or calls(module, NAMES)):
             owner = owners.setdefault(name, OwnProducts(name, module, is_linear(module)))
-            yield from _own(modules, shapes, name, owner)
+            yield from own_layers(modules, shapes, name, owner)
 
 
 def heads(modules: Mapping[str, nn.Module]) -> set[nn.Module]:
@@ -152,16 +152,20 @@ def own_shapes(modules: Iterable[nn.Module]) -> Shapes:
     return shapes
 
 
-def _own(modules: dict[str, nn.Module], shapes: Shapes, name: str, owner: OwnProducts) -> Iterator[Layer]:
+def own_layers(
+    modules: dict[str, nn.Module], shapes: Shapes, name: str, owner: OwnProducts, *, every: bool = False
+) -> Iterator[Layer]:
     """The layers of the weights that a module holds itself: those of two axes that are called `weight` or that its code
-    names in an operand of a product, and all of three."""
+    names in an operand of a product, or every one, and all of three."""
     module = owner.module
     experts = {shape[0] for shape in shapes[module].values() if len(shape) == 3}  # whose biases have two axes
     for weight, shape in shapes[module].items():
         if len(shape) == 2 and weight == "weight":
             where, path = site(name, router_word(modules, shapes, name, *shape))
             yield Layer(name, module, where, whole, partial(owner.attach, weight, 0), path)
-        elif len(shape) == 2 and min(shape) > 1 and shape[0] not in experts and multiplies_by(module, weight):
+        elif (
+            len(shape) == 2 and min(shape) > 1 and shape[0] not in experts and (every or multiplies_by(module, weight))
+        ):
             where, path = site(f"{name}.{weight}")
             yield Layer(name, module, where, whole, partial(owner.attach, weight, 0), path, part=weight)
         elif len(shape) == 3 and shape[0] > 1:
@@ -379,4 +383,5 @@ def unseen_products(module: nn.Module) -> str:
 def core_layer(name: str, module: nn.Module, mode: type[SdpaMode]) -> Layer:
     where, path = site(name, "core")
     attach = replaces(module, "forward", core_forward(name, module, mode))
-    return Layer(name, module, where, partial(core_shard_of, module), attach, path)
+    by_sdpa = mode is SdpaMode and not calls(module, "flex_attention")
+    return Layer(name, module, where, partial(core_shard_of, module), attach, path, by_sdpa=by_sdpa)

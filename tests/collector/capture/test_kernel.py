@@ -1,0 +1,298 @@
+"""Products seen in kernels: losses, weights and recorded tensors against the same training with the adapters, and
+against plain modules where the adapters refuse a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from binade.collector import instrument
+from binade.collector.capture.adapters.layer import InstrumentError
+from tests.collector.instrumented import Recorder, rows, same, state, train
+
+pytestmark = pytest.mark.slow
+
+PLACE = ["iteration", "micro_batch", "layer_index", "module", "expert", "operation", "phase", "quant_type"]
+PLACE = [*PLACE, "tensor_name", "layer_type"]
+WIDTH = 32
+
+
+class Block(nn.Module):
+    """A residual block with a linear layer with a bias, and one without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+class Strided(Block):
+    """Its first layer gets an input that is not contiguous, to which torch adds the bias later."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.transpose(0, 1)).transpose(0, 1)
+
+
+class Checkpointed(Block):
+    reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=self.reentrant)
+
+
+class Reentrant(Checkpointed):
+    reentrant = True
+
+
+class Attention(nn.Module):
+    """Heads that share keys and values, and a causal mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 16), nn.Linear(WIDTH, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = (layer(x).unflatten(-1, (-1, 8)).transpose(1, 2) for layer in (self.query, self.key, self.value))
+        return x + F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(-2)
+
+
+class Written(nn.Module):
+    """Products with its own weights: a cast, an expanded weight, and one on the left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cast = nn.Parameter(torch.randn(WIDTH, WIDTH) / 6)
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.linear(x, self.cast.to(x.dtype)).relu()
+        return torch.bmm(x, self.weight[None].expand(len(x), -1, -1))
+
+
+class Left(Written):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (self.weight @ x.flatten(0, -2).t()).t().reshape(x.shape) + F.linear(x, self.cast)
+
+
+class Experts(nn.Module):
+    """Stacked experts, each of which gets all tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(3, WIDTH, 64) / 6), nn.Parameter(torch.randn(3, 64, WIDTH) / 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.reshape(1, -1, WIDTH).expand(3, -1, -1)
+        return x + self.experts(tokens).sum(0).view(x.shape)
+
+    def experts(self, tokens: Tensor) -> Tensor:
+        return torch.bmm(torch.bmm(tokens, self.up).relu(), self.down)
+
+
+class Listed(Experts):
+    def experts(self, tokens: Tensor) -> Tensor:
+        return torch.stack([(tokens[i] @ self.up[i]).relu() @ self.down[i] for i in range(3)])
+
+
+class Grouped(Experts):
+    """The second expert gets no tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends = torch.tensor([4, 4, len(x.flatten(0, -2))], dtype=torch.int32)
+        hidden = F.grouped_mm(x.flatten(0, -2).bfloat16(), self.up.bfloat16(), offs=ends).relu()
+        return x + F.grouped_mm(hidden, self.down.bfloat16(), offs=ends).view(x.shape).to(x.dtype)
+
+
+class Shared(nn.Module):
+    """Two layers with one weight, of which one runs twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(self.first(self.first(x)).relu())
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return (x @ weight.t()).relu()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        grad = grad * (x @ weight.t() > 0)
+        return grad @ weight, grad.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+class InFunction(nn.Module):
+    """A product in a custom autograd function, whose backward method computes it again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + Product.apply(x, self.weight)
+
+
+class InModule(InFunction):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (x @ self.weight.t()).relu()
+
+
+class ByEinsum(InFunction):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.einsum("bsk,nk->bsn", x, self.weight).relu()
+
+
+class ComputedAgain(InFunction):
+    """A function whose backward method differentiates the product that it computes again."""
+
+    class Again(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            ctx.save_for_backward(x, weight)
+            return (x @ weight.t()).relu()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            saved = [each.detach().requires_grad_() for each in ctx.saved_tensors]
+            with torch.enable_grad():
+                y = (saved[0] @ saved[1].t()).relu()
+            return torch.autograd.grad(y, saved, grad)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.Again.apply(x, self.weight)
+
+
+class Stack(nn.Module):
+    def __init__(self, block: type[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([block() for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def squares(model: nn.Module, micro_batch: int) -> Tensor:
+    torch.manual_seed(micro_batch)
+    return model(torch.randn(2, 8, WIDTH)).float().square().mean()
+
+
+def of_leaf(model: nn.Module, micro_batch: int) -> Tensor:
+    torch.manual_seed(micro_batch)
+    return model(torch.randn(2, 8, WIDTH).requires_grad_()).square().mean()
+
+
+def under_autocast(model: nn.Module, micro_batch: int) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return squares(model, micro_batch)
+
+
+Loss = Callable[[nn.Module, int], Tensor]
+
+
+def trained(root: Path, block: type[nn.Module], recipe: str, loss: Loss, **options: Any) -> tuple[list, pd.DataFrame]:
+    torch.manual_seed(0)
+    model = Stack(block)
+    before = state(model)
+    with Recorder(root) as recorder, instrument(model, recipe, recorder, **options):
+        results = train(model, loss, micro_batches=2)
+    after = state(model)
+    assert {name: list(of_module) for name, of_module in after.items()} == {name: list(d) for name, d in before.items()}
+    return results, rows(root)
+
+
+def test_a_linear_layer_whose_product_is_not_recognized_is_named() -> None:
+    class Vector(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.mv(self.weight, x)
+
+    model = nn.Sequential(Vector(WIDTH, WIDTH), Vector(WIDTH, WIDTH))
+    with instrument(model, "mxfp8", products="kernel"):
+        with pytest.warns(UserWarning, match="0 and 1 more ran, and no product with its weight was recognized"):
+            model(torch.randn(WIDTH))
+        with pytest.raises(InstrumentError, match="already instrumented"):
+            instrument(model, "mxfp8").__enter__()
+
+
+def assert_same(adapters: pd.DataFrame, kernel: pd.DataFrame, kind: str = "") -> None:
+    """The same tensors were recorded, as often and in the same order, with the same values."""
+    if kind == "checkpoints, autocast":  # of which the adapters record some tensors twice
+        adapters = adapters.drop_duplicates(PLACE)
+    numbered = [found.assign(call=found.groupby(PLACE, dropna=False).cumcount()) for found in (adapters, kernel)]
+    both = numbered[0].merge(numbered[1], "outer", [*PLACE, "call"], indicator=True)
+    assert set(both["_merge"]) == {"both"}
+    for left, right in zip(both["tensor_x"], both["tensor_y"], strict=True):
+        assert torch.equal(left, right.view(left.shape) if kind == "weight on the left" else right)
+
+
+KINDS = {
+    "linear layers": (Block, squares),
+    "autocast": (Block, under_autocast),
+    "input not contiguous": (Strided, squares),
+    "checkpoints": (Checkpointed, squares),
+    "checkpoints, autocast": (Checkpointed, under_autocast),
+    "reentrant checkpoints": (Reentrant, of_leaf),
+    "attention": (Attention, squares),
+    "cast and expanded weights": (Written, squares),
+    "cast weights, autocast": (Written, under_autocast),
+    "weight on the left": (Left, squares),
+    "experts": (Experts, squares),
+    "experts in a loop": (Listed, squares),
+    "grouped experts": (Grouped, squares),
+    "shared weights": (Shared, squares),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bf16_changes_no_bit(tmp_path: Path, kind: str) -> None:
+    block, loss = KINDS[kind]
+    torch.manual_seed(0)
+    expected = train(Stack(block), loss, micro_batches=2)
+    results, kernel = trained(tmp_path / "kernel", block, "bf16", loss, products="kernel")
+    assert same(expected, results)
+    if kind != "cast weights, autocast":  # of which the adapters change bits
+        assert_same(trained(tmp_path / "adapters", block, "bf16", loss)[1], kernel, kind)
+
+
+CASES = [(kind, "nvfp4(rounding=stochastic)") for kind in KINDS]
+CASES += [("linear layers", "fp8_e4m3(history=4)"), ("checkpoints", "fp8_e4m3(history=4)")]
+CASES += [("linear layers", "deepseek_v3"), ("attention", "FA_linear_mxfp8")]
+
+
+@pytest.mark.parametrize(("kind", "recipe"), CASES)
+def test_as_with_the_adapters(tmp_path: Path, kind: str, recipe: str) -> None:
+    block, loss = KINDS[kind]
+    expected, adapters = trained(tmp_path / "adapters", block, recipe, loss)
+    results, kernel = trained(tmp_path / "kernel", block, recipe, loss, products="kernel")
+    assert same(expected, results)
+    assert_same(adapters, kernel, kind)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "nvfp4(rounding=stochastic)"])
+@pytest.mark.parametrize("block", [InFunction, ComputedAgain, ByEinsum])
+def test_as_a_plain_product(tmp_path: Path, block: type[nn.Module], recipe: str) -> None:
+    expected, adapters = trained(tmp_path / "adapters", InModule, recipe, of_leaf)
+    results, kernel = trained(tmp_path / "kernel", block, recipe, of_leaf, products="kernel")
+    assert same(expected, results)
+    assert_same(adapters, kernel)
+    with pytest.raises(InstrumentError, match="no layer to instrument"):
+        trained(tmp_path / "refused", block, recipe, squares)
