@@ -25,7 +25,8 @@ from binade.data.text import counted, number_text
 SPARKS = 40  # points of a small line in the table
 LAST = 10**9  # the place of an event of no iteration among those that have one
 STATES = {
-    "queued": "◔ queued", "done": "✓ done", "running": "● running", "failed": "✕ failed", "cancelled": "◌ cancelled", "crashed": "✕ crashed",
+    "queued": "◔ queued", "running": "● running", "done": "✓ done",
+    "failed": "✕ failed", "cancelled": "◌ cancelled", "crashed": "✕ crashed",
 }  # fmt: skip
 DAMAGED = "damaged"  # of a run that cannot be read, in place of its state
 BAD = ("failed", "crashed", DAMAGED)
