@@ -6,6 +6,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from binade.collector.errors import ConfigError
 from binade.collector.experiment.evaluator import Evaluator
 from binade.collector.experiment.treatments import Treatment
@@ -44,17 +46,23 @@ def _base(treatment: Treatment) -> Treatment:
 def record(
     writer: RunWriter,
     evaluator: Evaluator,
-    batches: Collection[Any],
+    batches: Sequence[tuple[Tensor, Tensor]],
     treatments: Sequence[Treatment],
     *,
     say: Say = lambda text: None,
     progress: Progress = lambda count, of: None,
 ) -> list[BatchResult]:
     """Measure what the run does not have yet, and add it. Returns the results of these treatments and of their bases.
-    Raises OSError, RunError."""
+    batches: tokens and labels [sequences, length]; the last one of an earlier call may have had fewer sequences, and is
+    then measured again. Raises OSError, RunError."""
     results = ExperimentWriter(writer.directory)
-    keys = {key for treatment in treatments for key in (treatment.key, _base(treatment).key)}
-    known = [result for result in read_results(writer.directory) if result.key in keys and result.batch < len(batches)]
+    ids = {key.id for treatment in treatments for key in (treatment.key, _base(treatment).key)}
+    sizes = dict(enumerate(len(tokens) for tokens, _ in batches))
+    known = [
+        result
+        for result in read_results(writer.directory)
+        if result.key.id in ids and len(result.losses) == sizes.get(result.batch)
+    ]
     clock = _Clock(evaluator, treatments, len(batches), say, progress)
     clock.count = sum(result.key.base is not None for result in known)
     for result in run_treatments(evaluator, batches, treatments, {result.place for result in known}):
@@ -98,7 +106,7 @@ class _Clock:
         of = len(self.treatments) * self.batches
         if not self.said:
             self.said = True
-            treatment = next(treatment for treatment in self.treatments if treatment.key == result.key)
+            treatment = next(treatment for treatment in self.treatments if treatment.key.id == result.key.id)
             share = self.evaluator.cost(treatment)
             whole = self.evaluator.rest + (result.seconds - self.evaluator.rest) / max(share, 0.05)
             seconds = _seconds(self.evaluator, self.treatments, whole) / len(self.treatments) * (of - self.count)
