@@ -89,10 +89,8 @@ def test_a_last_batch_that_had_fewer_sequences_is_measured_again(command, tmp_pa
     mixed, whole = (measured_effects(rows(root)) for root in (tmp_path / "runs", tmp_path / "alone"))
     assert {found.format: found.changes for found in mixed} == {found.format: found.changes for found in whole}
     with Catalog.open(tmp_path / "runs") as catalog:
-        assert not catalog.refused and catalog.effects(catalog.runs()["run_id"].tolist())["sequences"].tolist() == [
-            4,
-            4,
-        ]
+        effects = catalog.effects(catalog.runs()["run_id"].tolist())
+        assert not catalog.refused and effects["sequences"].tolist() == [4, 4]
 
 
 @pytest.mark.slow
