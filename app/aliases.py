@@ -64,8 +64,8 @@ def _of_run(params: Params) -> Params:
 
 
 def _cost(page: str, params: Mapping[str, list[str]], chart: str) -> tuple[str, Params, str] | None:
-    """What became Runs › Cost: the former Map › Advise, whose own parameters the page now asks for itself, and Runs ›
-    Parity."""
+    """What became Runs › Cost: the former parts Advise of the Map, whose own parameters the page now asks for itself,
+    and Parity of Runs."""
     part = next(iter(params.get("view", ())), "")
     if (page, part) not in {("map", "advise"), ("runs", "parity")}:
         return None

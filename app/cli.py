@@ -134,7 +134,7 @@ def _login_host() -> str:
 
 @click.pass_context
 def _report(context: click.Context, /, root: str | None, **given: Any) -> int:
-    """Write every chart into a folder, and one HTML page with all of them."""
+    """Write every chart into a folder, with an HTML page."""
     where = filter_of(given)
     if given["session"] and where.items():
         raise FilterError("a session has its own filter: do not combine --session with filter options")

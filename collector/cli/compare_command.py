@@ -11,7 +11,9 @@ from binade.terminal import Command, fail, resolve_root
 
 
 def _compare(root: str | None, kind: str, output: Path | None) -> None:
-    """Compare the recipes of a root with bf16: the tables of Runs › Recipes, of losses, ablations and gradients.
+    """Compare the recipes of a root with bf16.
+
+    It prints the tables of Runs › Recipes: losses, ablations and gradients.
 
     ROOT is the directory that contains the runs  [default: $TENSOR_SAVE_DIR, else data/runs].
     """

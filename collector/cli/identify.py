@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # slow to import
 
 
 def _identify(x: str, q: str, scales: str | None, tensor_scale: float | None, block: str | None) -> int:
-    """Say which rounding a kernel computes: which spec makes Q of X, bit for bit.
+    """Say which spec makes Q of X, bit for bit.
 
     X has the values before rounding, Q what a kernel made of them: the dequantized values, or codes, packed or not,
     with --scales. Files: .pt (a tensor, or a recorded tensor of a run), .npy, or .safetensors as FILE:NAME. If no

@@ -25,7 +25,6 @@ from binade.app.params import One
 from binade.app.questions.blocks import question as blocks
 from binade.app.questions.difference import question as difference
 from binade.app.questions.explore import question as explore
-from binade.app.questions.recipes import question as recipes
 from binade.app.questions.registry import QUESTIONS
 from binade.app.questions.shared.heatmap import HOVER, heatmap
 from binade.app.show import displayed, with_texts
@@ -99,13 +98,10 @@ def test_no_axis_of_shares_goes_past_100_percent(figures: dict[str, Figure]):
 
 @pytest.mark.parametrize(
     ("columns", "last", "wide"),
-    [(explore.STATISTICS, "infs", 1), (blocks.WORST_COLUMNS, "absmax", 2),
-     ({name: each for name, each in recipes.COLUMNS.items() if name not in ("router", "product")}, "iterations", 1),
-     (difference.COLUMNS, "by", 1)],
+    [(explore.STATISTICS, "infs", 1), (blocks.WORST_COLUMNS, "absmax", 2), (difference.COLUMNS, "by", 1)],
 )  # fmt: skip
 def test_important_columns_are_visible_at_1280_pixels(columns: dict[str, Column], last: str, wide: int):
-    """The page is 1208 pixels wide; wide: how many share a row. A row's checkbox takes 34. Few recipes round routers or
-    declared products."""
+    """The page is 1208 pixels wide; wide: how many share a row. A row's checkbox takes 34."""
     names = [*columns][: [*columns].index(last) + 1]
     texts = {"group": "layer 12 QKV weight", "place": "layer 12 QKV weight", "label": "hifp8_scaled", "gemm": "forward",
              "linear": "hifp8(scale=amax8)", "QK": "hifp8", "PV": "hifp8"}  # fmt: skip

@@ -36,6 +36,7 @@ from binade.data import loss_gaps
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.gradients import gradient_errors, gradient_summary
+from binade.data.rounding_alone import RoundingAlone
 from binade.data.run_table import PARTS, runs_with_references
 from binade.data.runs import read_losses
 from binade.quant.blocks import look
@@ -740,10 +741,11 @@ class TestRecipes:
         costs = pd.DataFrame(rows, columns=columns).assign(
             label=lambda table: table["name"] + table["run_id"], group=lambda table: table["name"]
         )
-        costs = costs.assign(first=costs["gap"] / 2, added=math.nan, diverged=math.nan, outcome=None)
+        measured = [RoundingAlone(0, 2.0, gap / 2, None, 1) for gap in costs["gap"]]
+        costs = costs.assign(measured=measured, added=math.nan, diverged=math.nan, outcome=None)
         qk, pv = loss_gaps.by_recipe(costs, costs["run_id"].tolist())
         assert (qk.label, pv.label) == ("QK_mxfp4", "PV_mxfp4") and pv.gaps == {"1": 0.1, "2": 0.4}
-        assert pv.first == {"1": 0.05, "2": 0.2} and pv.added == {}
+        assert {start: each.change for start, each in pv.alone.items()} == {"1": 0.05, "2": 0.2} and pv.added == {}
         expected = stats.ttest_1samp([0.1, 0.4], 0).confidence_interval(0.95)
         assert (pv.gap.low, pv.gap.high) == pytest.approx(tuple(expected)) and math.isinf(qk.gap.high)
 

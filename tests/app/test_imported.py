@@ -24,7 +24,7 @@ from binade.collector.models.site import Site
 from binade.data.catalog import Catalog
 from binade.data.difference import difference
 from binade.data.runs import list_runs
-from tests.app.test_pages import Visit, charts, chips
+from tests.app.test_pages import Visit, charts, chips, listed
 from tests.collector.logs_made import read_here, tensor, write
 from tests.collector.statistics_made import LAYERS, ms_calls, ms_tensors, write_msprobe, write_te
 
@@ -135,14 +135,14 @@ def test_losses_of_an_unknown_recipe(visit: Visit, tmp_path: Path, view: str):
     import_log(log, tmp_path / "runs", Columns(), recipe=None, start=dict.fromkeys(("model", "dataset", "seed")))
     at = visit(tmp_path / "runs", "runs", **({"view": view} if view else {}))
     assert not at.exception
-    assert view or at.dataframe[0].value["source"].str.endswith("main.log").all()
+    assert view or [cells["origin"][1].endswith("main.log") for cells in listed(at).values()] == [True]
 
 
 def test_runs_name_the_directory(visit: Visit, imported: Path):
     at = visit(imported, "runs")
-    run = at.dataframe[0].value.iloc[0]
-    assert run["state"] == "✓ done" and run["source"].endswith(IMAGE)
-    assert pd.isna(run["seconds"]) and run["tensors"] == 6
+    (run,) = listed(at).values()
+    assert run["state"][0] == "✓ done" and run["origin"][1].endswith(IMAGE)
+    assert "seconds" not in run and run["tensors"][1] == 6
 
 
 def import_log(path: Path, root: Path, columns: Columns, **settings: Any) -> None:
@@ -159,10 +159,12 @@ def test_imported_losses_are_compared_with_their_bf16_run(visit: Visit, tmp_path
         import_log(log, tmp_path / "runs", Columns(), recipe=recipe, start=start)
     import_log(log, tmp_path / "runs", Columns(loss="step"), recipe="mxfp4", start={})
     at = visit(tmp_path / "runs", "runs")
-    table = at.dataframe[0].value.set_index("recipe")
-    assert not at.exception and table["gap"].dropna().round(9).to_dict() == {"mxfp8": 0.25, "my recipe": 0.5}
-    assert table["baseline"].notna().to_dict() == {"bf16": True, "mxfp8": False, "my recipe": False, "mxfp4": False}
-    assert table["source"].str.endswith(".csv").all() and table["course"].map(len).eq(20).all()
+    with Catalog.open(tmp_path / "runs") as catalog:
+        recipes = catalog.runs().set_index("run_id")["recipe"]
+    cells = {recipes[run_id]: own for run_id, own in listed(at).items()}
+    gaps = {recipe: round(own["gap"][1], 9) for recipe, own in cells.items() if "gap" in own}
+    assert not at.exception and gaps == {"mxfp8": 0.25, "my recipe": 0.5}
+    assert all(own["origin"][1].endswith(".csv") and len(own["course"][0]) == 20 for own in cells.values())
     told = "\n".join(interpreted(at))
     at = visit(tmp_path / "runs", "runs", view="recipes")
     costs = at.dataframe[0].value.set_index("label")

@@ -433,7 +433,7 @@ class TestReadOnly:
         at = visit(root, "jobs")
         assert {button.key for button in at.button} == {f"open_{job.id}"} and not at.number_input
         at.run()
-        assert at.segmented_control(key="page_part").options == ["Runs", "Recipes", "Parity", "Difference", "Jobs"]
+        assert at.segmented_control(key="page_part").options == ["Runs", "Recipes", "Cost", "Difference", "Jobs"]
         for part in ("collect", "sql"):
             at = visit(root, part)
             assert "read-only" in words(at) and not at.button and not at.code

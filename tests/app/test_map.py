@@ -38,7 +38,9 @@ from tests.collector.small_model import batch, build
 from tests.data.builder import make_run
 
 RECORDED = tuple(
-    metric for metric in MAP_MEASURES if metric not in ("effect", "parity_change", "tensor_scale", "oscillating")
+    metric
+    for metric in MAP_MEASURES
+    if metric not in ("effect", "parity_change", "tensor_scale", "oscillating", "twin_bias", "twin_noise")
 )  # which only some runs have
 
 pytestmark = pytest.mark.slow

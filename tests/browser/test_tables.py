@@ -47,8 +47,8 @@ SCROLLED = """scroller => new Promise(done => {
     else { scroller.scrollTop = 0; scroller.scrollLeft += Math.min(scroller.clientWidth / 3, 80); }
     requestAnimationFrame(() => requestAnimationFrame(() => done(true)));
 })"""
-# Parts of pages with tables of statistics, bars, recipes, and runs.
-PARTS = ("tensor-pair", "tensor-blocks", "runs-recipes", "runs-table")
+# Parts of pages with tables of statistics, bars, and recipes.
+PARTS = ("tensor-pair", "tensor-blocks", "runs-recipes")
 
 
 def cells(page: Page) -> list[dict[str, Any]]:
@@ -103,10 +103,10 @@ COVERED = """() => {
 
 @pytest.mark.thorough
 def test_the_toolbar_of_a_table_covers_no_button(visit: Callable[..., Page], app: str):
-    """The tables of a tensor, at the start of a section or between other things, and of runs."""
+    """The tables of a tensor, at the start of a section or between other things, and of recipes."""
     page = visit()
     covered = {}
-    for path in ("/tensor?format=mxfp4", ADDRESSES["tensor-blocks"], ADDRESSES["tensor-pair"], ADDRESSES["runs-table"]):
+    for path in ("/tensor?format=mxfp4", *(ADDRESSES[part] for part in PARTS)):
         page.goto(app + path)
         settle(page)
         tables = page.get_by_test_id("stDataFrame").filter(visible=True).all()

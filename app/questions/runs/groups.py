@@ -111,8 +111,8 @@ def lines_of(
     plain = references_in(compared.table[compared.table["run_id"].isin([run for _, runs in units for run in runs])])
     drawn = {group.key for group, _ in units}
     for group in {of_run[run].key: of_run[run] for run in plain if run in of_run}.values():
-        if group.key not in drawn:
-            units.append((group, tuple(run for run in group.runs if losses.get(run))))
+        if group.key not in drawn and (kept := tuple(run for run in group.runs if losses.get(run))):
+            units.append((group, kept))
     left_out = max(0, len(units) - MOST_LINES) if not chosen else 0
     several = len({group.workload for group, _ in units}) > 1
     lines = []

@@ -45,7 +45,7 @@ BAND = "A line of several seeds is their mean, shaded from the lowest to the hig
 def rows_of(opened: Catalog) -> Known:
     """Groups of runs, by their key, and runs, by their id."""
     return Known(
-        lambda name: any(name == group.key or name in group.runs for group in groups_of(opened)), "row", several=True
+        lambda name: any(name == group.key or name in group.runs for group in groups_of(opened)), "run", several=True
     )
 
 
