@@ -166,7 +166,7 @@ def _bundled(root: Path, run_id: str) -> RunInfo:
     except RunError as error:
         raise BundleError(f"The run cannot be bundled: {error}.") from error
     if run.status.state in (QUEUED, RUNNING):
-        raise BundleError(f"The run {run_id} is still running: wait until it is done, or cancel it.")
+        raise BundleError(f"The run {run_id} is {run.status.state}: wait until it is done, or cancel it.")
     return run
 
 

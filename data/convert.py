@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -54,19 +54,37 @@ def convert_effects(root: Path, run_ids: tuple[str, ...] = ()) -> Iterator[str]:
     for directory in run_directories(root):
         if (run_ids and directory.name not in run_ids) or not (directory / FILE).exists():
             continue
-        if read_run(directory).status.state == RUNNING:
+        run = read_run(directory)
+        if run.status.state == RUNNING:
             raise RunError(f"{directory.name} is still running: convert it when it has ended")
-        results = [effect.result for effect in _read(directory)]
-        bases = {effect.batch: effect for effect in _read(directory)}
+        effects = _read(directory)
+        bases = _bases(directory, effects)
         shutil.rmtree(directory / EXPERIMENT, ignore_errors=True)
         writer = ExperimentWriter(directory, former=True)
-        for batch, effect in bases.items():
-            writer.add(BatchResult(NONE, batch, effect.exact, (None,) * len(effect.exact)))
-        for result in {result.place: result for result in results}.values():
+        for (batch, size), exact in bases.items():
+            writer.add(BatchResult(NONE, batch, exact, (None,) * size))
+        for result in {(*effect.result.place, len(effect.losses)): effect.result for effect in effects}.values():
             writer.add(result)
-        describe_run(directory, {"kind": EXPERIMENT})
+        described: dict[str, Any] = {"kind": EXPERIMENT}
+        measures = dict(run.config).get("measures")
+        if isinstance(measures, dict) and not str(run.config.get("device", "cpu")).startswith("cpu"):
+            described["measures"] = measures | {"device": "cuda"}
+        describe_run(directory, described)
         (directory / FILE).unlink()  # last: a conversion that was interrupted begins again
         yield directory.name
+
+
+def _bases(directory: Path, effects: list[FormerEffect]) -> dict[tuple[int, int], Losses]:
+    """The losses without rounding by batch and number of sequences. Raises RunError if lines of one batch differ in
+    them, as when they were measured on several devices: an experiment has one base."""
+    bases: dict[tuple[int, int], Losses] = {}
+    for effect in effects:
+        if bases.setdefault((effect.batch, len(effect.exact)), effect.exact) != effect.exact:
+            raise RunError(
+                f"{directory.name}/{FILE} cannot be converted: its lines of batch {effect.batch} have different losses "
+                "without rounding, as from several devices. Run binade measure again"
+            )
+    return bases
 
 
 def _read(directory: Path) -> list[FormerEffect]:

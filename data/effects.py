@@ -83,15 +83,17 @@ def _holds_tables(value: object) -> bool:
 
 
 def measured_effects(results: Iterable[BatchResult]) -> list[Measured]:
-    """The effect of each treatment, in the order in which they were first measured. A batch whose base is missing is
-    left out."""
-    batches: dict[TreatmentKey, dict[int, BatchResult]] = {}
+    """The effect of each treatment, in the order in which they were first measured. A result is compared with that of
+    its base for the same sequences; without one it is left out. Of a batch that was measured in several sizes, the one
+    with most sequences counts, since it has those of the others."""
+    passes: dict[TreatmentKey, dict[tuple[int, int], BatchResult]] = {}  # by batch and number of sequences
     for result in results:
-        batches.setdefault(result.key, {})[result.batch] = result
+        passes.setdefault(result.key, {})[result.batch, len(result.losses)] = result
     rows = []
-    for key, by_batch in batches.items():
-        bases = batches.get(key.base, {}) if key.base else {}
-        pairs = [(by_batch[number], bases[number]) for number in sorted(by_batch) if number in bases]
+    for key, own in passes.items():
+        bases = passes.get(key.base, {}) if key.base else {}
+        largest = {place[0]: place for place in sorted(own) if place in bases}
+        pairs = [(own[place], bases[place]) for place in largest.values()]
         if not pairs:
             continue
         divergences = [value for result, _ in pairs for value in result.kl]

@@ -45,7 +45,7 @@ OPERAND_VALUES = "operand_values"
 second operand of its forward GEMM have in a batch."""
 PART = 1 << 20  # bytes
 MOST_PART = 1 << 30  # bytes of a file that is read: one result may be large
-FORMER = {"effects.jsonl": "binade verify --convert converts it", "parity.json": "run binade parity again"}
+FORMER = {"effects.jsonl": "binade verify --convert ROOT converts it", "parity.json": "run binade parity again"}
 """Files of earlier versions, and what to do with them."""
 RESULTS = pa.schema(
     [
@@ -133,7 +133,8 @@ class TreatmentKey:
     def id(self) -> str:
         """16 digits that tell treatments apart."""
         base = self.base.id if self.base else None
-        values = (self.text, self.recipe_sha256, *self.group, self.operand, self.is_whole, self.replays, base)
+        operand = "" if self.is_whole else self.operand  # of all that differs, the operand follows from the recipe
+        values = (self.text, self.recipe_sha256, *self.group, operand, self.is_whole, self.replays, base)
         return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
 
 
@@ -285,15 +286,20 @@ def _read_once(directory: Path, name: str) -> list[dict[str, Any]]:
 
 def read_results(directory: Path) -> list[BatchResult]:
     """The results of a run in the order in which they were measured, without log-probabilities and routes; [] for a run
-    without an experiment. Raises RunError for a damaged file, and OSError."""
+    without an experiment. A batch that was measured again with more sequences, or fewer, has a result of each size.
+    Raises RunError for a damaged file, and OSError."""
     rows = _read(directory, "results")
     keys = _keys(rows)
-    by_place: dict[Place, list[dict[str, Any]]] = {}
+    by_pass: list[list[dict[str, Any]]] = []
     for row in rows:
-        by_place.setdefault((row["treatment"], row["batch"]), []).append(row)
+        if row["sequence"] == 0 or not by_pass:
+            by_pass.append([])
+        by_pass[-1].append(row)
     results = []
-    for (treatment, batch), own in by_place.items():
-        if treatment not in keys or [row["sequence"] for row in own] != list(range(len(own))):
+    for own in by_pass:
+        treatment, batch = own[0]["treatment"], own[0]["batch"]
+        places = [(row["treatment"], row["batch"], row["sequence"]) for row in own]
+        if treatment not in keys or places != [(treatment, batch, number) for number in range(len(own))]:
             raise RunError(f"its {EXPERIMENT} is damaged: batch {batch} of treatment {treatment} is incomplete")
         results.append(
             BatchResult(

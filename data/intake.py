@@ -403,7 +403,7 @@ def _put_effects(cursor: duckdb.DuckDBPyConnection, runs: Iterable[RunInfo]) -> 
     for run in runs:
         if run.config.get("kind") == EXPERIMENT:
             rows = []
-            with suppress(OSError, RunError):
+            with suppress(OSError, RunError, ValueError):
                 rows = effect_rows(run.run_id, run.directory)
             with transaction(cursor):
                 cursor.execute("DELETE FROM effect WHERE run_id = ?", [run.run_id])

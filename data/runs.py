@@ -6,7 +6,7 @@
       status.json    state, pid and its start time, progress, loss, heartbeat; replaced atomically
       notes.json     the name, color and note that users gave it; may be missing
       log.txt        what the collector printed
-      job.json       what was queued (collector.jobs.queue), beside launch.json, cancel.json and output.txt; only of a
+      job.json       what was queued (collector.jobs.queue), beside launch.json and output.txt; only of a
                      run that was queued
       loss.jsonl     one line per iteration, each with its checksum
       events.jsonl   other events: see data.events
@@ -290,7 +290,7 @@ class RunInfo:
         before it is counted, so there may be more rows than the status says; but a rank numbers its segments from 1
         on."""
         state, counted, is_import = self.status.state, self.status.tensors, self.config.get("kind") == IMPORT
-        if state == RUNNING or (state == CRASHED and is_import):  # the import before may have more
+        if state == RUNNING or (state != DONE and is_import):  # the status may be that of the import before
             return None
         if rows < counted:
             return f"its segments contain {rows} tensors, but status.json says {counted}, so a segment is missing"
@@ -379,7 +379,7 @@ class RunWriter:
         except ValueError as error:
             raise RunError(f"run.json: {error}") from None
         sweep(root)
-        queued = _queued_run(root)
+        queued = queued_run(root)
         run_id = queued.name if queued else new_run_id(label)
         try:
             with nullcontext(queued) if queued else staged_directory(root / run_id) as part:
@@ -490,7 +490,7 @@ def write_queued(directory: Path) -> None:
     write_json(directory / STATUS_FILE, replace(status, heartbeat=now()))
 
 
-def _queued_run(root: Path) -> Path | None:
+def queued_run(root: Path) -> Path | None:
     """The directory of the run of this root that this process was started for, unless that has begun."""
     directory = Path(os.environ.get(RUN_VARIABLE, ""))
     try:
@@ -503,7 +503,8 @@ def _queued_run(root: Path) -> Path | None:
 def _has_not_begun(directory: Path) -> bool:
     """Whether a directory without run.json is that of a queued run, and not of one that has lost it."""
     with suppress(OSError):
-        return (directory / JOB_FILE).is_file() and not any((directory / "segments").glob("*"))
+        left = any((directory / name).exists() for name in ("loss.jsonl", "experiment"))
+        return (directory / JOB_FILE).is_file() and not left and not any((directory / "segments").glob("*"))
     return False
 
 

@@ -31,7 +31,7 @@ def _run(directory: Path) -> None:
     with raising(ConfigError, f"{directory / JOB_FILE} cannot be read", OSError, ValueError):
         job = read_json(Job, directory / JOB_FILE)
     os.environ |= {
-        RUN_VARIABLE: str(directory.absolute()),
+        RUN_VARIABLE: os.path.realpath(directory),
         "MASTER_ADDR": first_host(os.environ.get("SLURM_JOB_NODELIST", "")) or socket.gethostname(),
         "RANK": os.environ["SLURM_PROCID"],
         "WORLD_SIZE": str(ranks),

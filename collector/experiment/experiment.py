@@ -129,7 +129,8 @@ class Begun:
     def evaluate(self, treatments: Sequence[Treatment]) -> Finished:
         """Evaluate what the run does not have yet. Raises OSError, RunError."""
         evaluator, batches = self.opened.evaluator, self.opened.batches
-        results = record(self.writer, evaluator, batches, treatments, say=self.say, progress=self.progress)
+        sizes = [len(tokens) for tokens, _ in batches]
+        results = record(self.writer, evaluator, batches, treatments, sizes=sizes, say=self.say, progress=self.progress)
         return Finished(self.directory, results, self.opened.described)
 
 

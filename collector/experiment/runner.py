@@ -45,19 +45,26 @@ def _base(treatment: Treatment) -> Treatment:
 def record(
     writer: RunWriter,
     evaluator: Evaluator,
-    batches: Collection[Any],
+    batches: Sequence[Any],
     treatments: Sequence[Treatment],
     *,
+    sizes: Sequence[int] = (),
     say: Say = lambda text: None,
     progress: Progress = lambda count, of: None,
 ) -> list[BatchResult]:
     """Measure what the run does not have yet, and add it. Returns the results of these treatments and of their bases.
-    Raises OSError, RunError."""
+    sizes: how many sequences each batch has, where the last one of an earlier call may have had fewer and is then
+    measured again; () if the batches of a run are always the same. Raises OSError, RunError."""
     results = ExperimentWriter(writer.directory)
     if not any(treatment.keeps_tokens for treatment in treatments):
         _describe_values(writer, evaluator, batches)
-    keys = {key for treatment in treatments for key in (treatment.key, _base(treatment).key)}
-    known = [result for result in read_results(writer.directory) if result.key in keys and result.batch < len(batches)]
+    ids = {key.id for treatment in treatments for key in (treatment.key, _base(treatment).key)}
+    known = [
+        result
+        for result in read_results(writer.directory)
+        if result.key.id in ids and result.batch < len(batches)
+        if not sizes or len(result.losses) == sizes[result.batch]
+    ]
     clock = _Clock(evaluator, treatments, len(batches), say, progress)
     clock.count = sum(result.key.base is not None for result in known)
     for result in run_treatments(evaluator, batches, treatments, {result.place for result in known}):
@@ -112,7 +119,7 @@ class _Clock:
         of = len(self.treatments) * self.batches
         if not self.said:
             self.said = True
-            treatment = next(treatment for treatment in self.treatments if treatment.key == result.key)
+            treatment = next(treatment for treatment in self.treatments if treatment.key.id == result.key.id)
             share = self.evaluator.cost(treatment)
             whole = self.evaluator.rest + (result.seconds - self.evaluator.rest) / max(share, 0.05)
             seconds = _seconds(self.evaluator, self.treatments, whole) / len(self.treatments) * (of - self.count)

@@ -126,6 +126,7 @@ def _opened(
     )
     measures = {name: facts.get(name) for name in MEASURES} | {"skip": source.skip}
     measures |= {"held_out": True} if source.held_out else {}
+    measures |= {"device": device.type} if device.type != "cpu" else {}
     return model, batches, facts | {"measures": measures}, described
 
 
@@ -133,7 +134,7 @@ def _restore(model: nn.Module, run: Path) -> str:
     """Load the weights of a run's last checkpoint of one rank; returns its name. Raises RunError."""
     folders = sorted((run / CHECKPOINTS).glob("*/rank00.json"))
     if not folders:
-        raise RunError(f"{run.name} has no checkpoint: train it with --checkpoint-every, or give --model")
+        raise RunError(f"{run.name} has no checkpoint: train it with --checkpoint-every, or name a model")
     path = folders[-1].with_name("rank00.pt")
     damage = OSError, RuntimeError, KeyError, ValueError, TypeError, pickle.UnpicklingError
     with raising(RunError, f"{path} cannot be read", *damage):

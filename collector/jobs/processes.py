@@ -67,10 +67,10 @@ def host() -> str:
 def marked(directory: Path) -> set[Process]:
     """All live processes that were started for the queued run of this directory, regardless of what started them and of
     their session."""
-    processes = set()
+    processes, real = set(), os.path.realpath(directory)  # by whatever link its root was named
     for entry in psutil.process_iter():
         try:
-            carries = entry.environ().get(RUN_VARIABLE) == str(directory)
+            carries = entry.environ().get(RUN_VARIABLE) == real
         except psutil.Error:  # it has ended, or belongs to another user
             continue
         if carries and entry.pid != os.getpid() and (process := Process.of(entry.pid)):

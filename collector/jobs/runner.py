@@ -10,6 +10,7 @@ So wherever a runner is killed, the next one finds a process of the job, or none
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
@@ -208,7 +209,7 @@ class Runner:
                 self.children[job.run_id] = subprocess.Popen(
                     command,
                     cwd=job.directory,
-                    env=_environment() | {RUN_VARIABLE: str(directory)},
+                    env=_environment() | {RUN_VARIABLE: os.path.realpath(directory)},
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,

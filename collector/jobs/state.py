@@ -126,6 +126,7 @@ def view_of(root: Path, job: Job) -> JobView:
         launch = read_launch(root, job)
     status, run = read_job_status(root, job), run_of(root, job)
     if launch is None:
+        status = run.status if run else status  # which is of a process that has ended unexpectedly, too
         queued = status.state == runs.QUEUED
         return JobView(job, JobState(status.state), queued, status.reason, run, ended=status.finished)
     started = run.config.get("started") if run and not job.resumes else launch.at

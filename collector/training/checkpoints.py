@@ -13,7 +13,7 @@ from binade.collector.errors import ConfigError, raising
 from binade.collector.training.config import RunConfig
 from binade.collector.training.plan import Branch
 from binade.data.json_files import STRICT, Count, read_json
-from binade.data.runs import CHECKPOINTS, COUNTS, DONE, RUNNING, RunError, RunInfo, Whole
+from binade.data.runs import CHECKPOINTS, COUNTS, DONE, QUEUED, RUNNING, RunError, RunInfo, Whole, queued_run
 
 NO_CHECKPOINT = "it ended before the first one, or was started without --checkpoint-every"
 
@@ -44,11 +44,13 @@ class Position:
 
 
 def check_resumable(run: RunInfo) -> None:
-    """Raise RunError for a run that is done or still running."""
+    """Raise RunError for a run that is done, still running, or queued, unless the queue has started this process."""
     if run.status.state == DONE:
         raise RunError(f"{run.run_id} is done: there is nothing to resume")
     if run.status.state == RUNNING:
         raise RunError(f"{run.run_id} is still running: cancel it first")
+    if run.status.state == QUEUED and queued_run(run.directory.parent) != run.directory:
+        raise RunError(f"{run.run_id} is queued already: see binade jobs")
 
 
 def last(run: RunInfo) -> tuple[Path, tuple[Position, ...]]:

@@ -31,7 +31,7 @@ from binade.collector.training.plan import plan
 from binade.data.access import ReadOnlyError
 from binade.data.catalog import Catalog
 from binade.data.json_files import write_json
-from binade.data.runs import RUN_VARIABLE, RunState, RunWriter, list_runs, read_status
+from binade.data.runs import RUN_VARIABLE, RunState, RunWriter, list_runs, read_status, write_queued
 from binade.data.store import HOST
 from tests.collector.forked import run_forked
 from tests.collector.test_failures import check_rows
@@ -294,6 +294,18 @@ class TestQueue:
 
 class TestRun:
     """A job is a run."""
+
+    def test_deleting_a_job_keeps_a_run_that_cannot_be_read(self, root, monkeypatch):
+        (job,) = add_line(root, SHORT)
+        jobs.cancel(root, job.id)
+        monkeypatch.setenv(RUN_VARIABLE, str(root / job.run_id))
+        write_queued(root / job.run_id)
+        writer = RunWriter.create(root, "mine", {})
+        writer.append_loss({"iteration": 0, "loss": 2.0})
+        writer.finish("failed")
+        (writer.directory / "run.json").write_text("{")
+        jobs.delete(root, job.id)
+        assert (writer.directory / "loss.jsonl").exists() and not (writer.directory / "job.json").exists()
 
     def test_a_queued_run_is_no_run_of_the_index_until_it_begins(self, root, monkeypatch):
         """Once, and only under its own root."""

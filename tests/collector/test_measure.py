@@ -14,6 +14,7 @@ from binade.collector.datasets.samples import open_samples
 from binade.collector.experiment.evaluator import Evaluator
 from binade.collector.models.model import GPTModel
 from binade.collector.models.registry import MODELS
+from binade.data.catalog import Catalog
 from binade.data.effects import measured_effects
 from binade.data.experiment import BatchResult, read_results
 from binade.data.runs import CANCELLED, DONE, list_runs
@@ -74,6 +75,22 @@ def test_an_interrupted_measurement_is_continued(command, tmp_path, monkeypatch,
     assert again.run_id == run.run_id and again.status.state == DONE
     assert len(passes) == len([each for each in whole if each.key.base]) + 1  # the interrupted one
     assert [(each.key, each.losses) for each in found] == [(each.key, each.losses) for each in whole]
+
+
+def test_a_last_batch_that_had_fewer_sequences_is_measured_again(command, tmp_path):
+    """The same run has both formats, each over the sequences that it was asked for."""
+    by = ("--by", "part")
+    assert command("measure", *MODEL, *by, "--sequences", "3", "--formats", "mxfp4") == 0
+    assert command("measure", *MODEL, *by, "--sequences", "4", "--formats", "nvfp4") == 0
+    assert [len(found.changes) for found in measured_effects(rows(tmp_path / "runs"))] == [3, 4]
+    assert command("measure", *MODEL, *by, "--sequences", "4", "--formats", "mxfp4") == 0
+    alone = ("--tensor-save-dir", str(tmp_path / "alone"))
+    assert command("measure", *MODEL, *by, "--sequences", "4", "--formats", "mxfp4,nvfp4", *alone) == 0
+    mixed, whole = (measured_effects(rows(root)) for root in (tmp_path / "runs", tmp_path / "alone"))
+    assert {found.format: found.changes for found in mixed} == {found.format: found.changes for found in whole}
+    with Catalog.open(tmp_path / "runs") as catalog:
+        effects = catalog.effects(catalog.runs()["run_id"].tolist())
+        assert not catalog.refused and effects["sequences"].tolist() == [4, 4]
 
 
 @pytest.mark.slow

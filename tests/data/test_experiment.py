@@ -193,3 +193,24 @@ def test_effects_of_an_earlier_version_are_converted(tmp_path: Path, capsys: pyt
     with Catalog.open(tmp_path) as catalog:
         assert not catalog.refused and catalog.effects([run.run_id])["sequences"].tolist() == [4, 4]
     assert main(["verify", str(tmp_path), "--convert"]) == 0 and "converted" not in capsys.readouterr().out
+
+
+def test_lines_of_an_earlier_version_with_several_bases_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """One batch had another number of sequences, which is read; or other losses without rounding, which is refused."""
+    run = RunWriter.create(tmp_path, "measure", {"model": "mine", "kind": "measure", "measures": {"seed": 1}})
+    line = {"batch": 0, "part": "linear", "layer_index": None, "module": None, "seconds": 0.5, "divergences": []}
+    for text, exact in (("mxfp4", [2.0]), ("mxfp8", [2.0, 3.0]), ("nvfp4", [2.5, 3.0])):
+        effect = line | {"format": text, "exact": exact, "losses": [x + 0.5 for x in exact]}
+        append_line(run.directory / "effects.jsonl", json.dumps(effect).encode())
+    run.finish(DONE)
+    before = (run.directory / "effects.jsonl").read_bytes()
+    assert main(["verify", str(tmp_path), "--convert"]) == 1
+    said = capsys.readouterr().err
+    assert "lines of batch 0 have different losses without rounding" in said and said.count("\n") == 1
+    assert (run.directory / "effects.jsonl").read_bytes() == before and not (run.directory / EXPERIMENT).exists()
+    (run.directory / "effects.jsonl").write_bytes(b"".join(before.splitlines(keepends=True)[:2]))
+    assert main(["verify", str(tmp_path), "--convert"]) == 0
+    with Catalog.open(tmp_path) as catalog:
+        effects = catalog.effects([run.run_id]).set_index("format")
+    assert not catalog.refused and effects["sequences"].to_dict() == {"mxfp4": 1, "mxfp8": 2}
+    assert effects["change"].tolist() == [0.5, 0.5]

@@ -26,7 +26,7 @@ from binade.data.text import counted
 
 NOTHING = (
     "Nothing was measured in this root. For the loss: binade measure RUN --formats mxfp4,nvfp4 --by part,site; for "
-    "log-probabilities of two recipes: binade parity --run RUN --rollout mxfp4; for dumps of log-probabilities: binade "
+    "log-probabilities of two recipes: binade parity RUN --rollout mxfp4; for dumps of log-probabilities: binade "
     "parity FILE --save."
 )
 NOTE = (
