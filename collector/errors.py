@@ -12,6 +12,17 @@ class ConfigError(ValueError):
     exit_status = 2
 
 
+class AdviceError(ConfigError):
+    """Advice is not possible. The message says what is missing and what to do."""
+
+    exit_status = 1
+
+    @property
+    def sentence(self) -> str:
+        text = str(self)
+        return f"{text[:1].upper()}{text[1:]}."
+
+
 class DataError(RuntimeError):
     """A dataset that passed the checks can no longer be read."""
 

@@ -40,6 +40,9 @@ from binade.data.text import describe
 
 EXPERIMENT = "experiment"  # the kind of a run, and its folder
 SAME = ("kind", "measures")  # two experiments that agree in these fields of run.json are one run
+OPERAND_VALUES = "operand_values"
+"""The field of run.json with a row for each product: part, layer_index, module, and how many values the first and the
+second operand of its forward GEMM have in a batch."""
 PART = 1 << 20  # bytes
 MOST_PART = 1 << 30  # bytes of a file that is read: one result may be large
 FORMER = {"effects.jsonl": "binade verify --convert ROOT converts it", "parity.json": "run binade parity again"}

@@ -10,7 +10,7 @@ divergences hold for tokens that were sampled from the rollout policy.
 
 Tools average in two ways: verl and NeMo-RL over all tokens, slime and miles within each sequence, then over sequences.
 Both are computed. Formulas were read in verl 1dda039, NeMo-RL 7ea279a, slime 624b824, miles 31f1ca9 and prime-rl
-559b447; docs/parity.md lists their names.
+559b447; docs/cost.md lists their names.
 """
 
 from __future__ import annotations

@@ -108,34 +108,6 @@ class ScoreQueries(OpenIndex):
             [*parameters, *of_format],
         )
 
-    def scored_operands(self, where: Filter | None = None) -> pd.DataFrame:
-        """Return how each scored format rounds each operand of each GEMM of the selection, one row per layer_index,
-        module, part (linear, QK, PV, router), gemm, tensor_name and format.
-
-        values: how many the operand has in a micro-batch. noise: ‖e‖² / ‖x‖². tensor_id: the operand with the largest
-        noise. Experts and tensor-parallel ranks add up.
-        """
-        condition, parameters = self.condition(where)
-        place = f"tensor.layer_index, tensor.module, {part()} AS part, score.gemm, tensor.tensor_name, score.format"
-        names = "layer_index, module, part, gemm, tensor_name, format"
-        batch = ", ".join(f"tensor.{name}" for name in MICRO_BATCH)
-        return self.ask(
-            f"""
-            WITH each AS (
-                SELECT {place}, {batch}, sum(numel) AS values,
-                       sum(rms * rms * (numel - nans - infs)) AS signal,
-                       sum(score.mse * (numel - nans - infs)) AS noise,
-                       arg_max(tensor_id, score.mse / nullif(rms * rms, 0)) AS tensor_id
-                FROM score JOIN tensor USING (key)
-                WHERE {condition} AND score.gemm IS NOT NULL GROUP BY ALL
-            )
-            SELECT {names}, avg(values) AS values, sum(noise) / nullif(sum(signal), 0) AS noise,
-                   arg_max(tensor_id, noise / nullif(signal, 0)) AS tensor_id
-            FROM each GROUP BY ALL ORDER BY ALL
-            """,
-            parameters,
-        )
-
     def results(self, where: Filter | None = None) -> pd.DataFrame:
         """Return the selection's GEMM results whose error was measured, one row each: tensor_id, run_id, layer_index,
         module, part (linear, QK, PV), gemm, iteration, result_sqnr_db, and operand_noise, the sum of its operands'

@@ -1,6 +1,8 @@
-"""The advisor: which spec for which operand, for the smallest loss within a budget of bits, from measured effects.
+"""The advisor: which format for which group of products, for the smallest loss within a budget of bits.
 
-costs.py    what each group of operands costs in each measured spec, from the index
-choice.py   the cheapest choice, an integer linear program
-advice.py   the choice as a recipe, compared with single formats, and the runs that test it
+choice.py        the cheapest choice, an integer linear program
+advice.py        a reading of an experiment: the choice as a recipe, and what it costs evaluated whole
+measured.py      measures what is missing, then evaluates the choice whole
+verification.py  the runs that test it
+scales.py        which tensor scale suits each operand
 """

@@ -1,72 +1,25 @@
-"""The cheapest choice of specs under a budget: an integer linear program, solved by SciPy's HiGHS.
+"""The cheapest choice of formats under a budget: an integer linear program, solved by SciPy's HiGHS.
 
-A choice is made once for each group of GEMMs: x[group, pair] is 1 for the pair of specs that its two operands take.
+x[group, format] is 1 for the format that the operands of a group take.
 
-    minimize    Σ cost[group, pair] · x[group, pair]
-    subject to  Σ over pairs of x[group, pair] = 1                        for each group
-                Σ share[group, pair] · x[group, pair] ≤ budget
+    minimize    Σ cost[group, format] · x[group, format]
+    subject to  Σ over formats of x[group, format] = 1                       for each group
+                Σ share[group, format] · x[group, format] ≤ budget
 
 The share is of the bits that all groups take in bf16.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import pandas as pd
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
-from binade.collector.advice.costs import BF16_BITS, GROUPS, AdviceError
+from binade.collector.errors import AdviceError
 from binade.collector.recipes.recipe import BF16
-from binade.quant.specs import Spec
 
-
-def family(spec: str) -> tuple[str, int | None]:
-    """The family of a spec. A GEMM's operands need specs of one family: the same kind of scale, over equal runs."""
-    if spec == BF16:
-        return BF16, None
-    chosen = Spec.of(spec)
-    return str(chosen.format.scale_rules[0]), chosen.block.columns if chosen.block else None
-
-
-def grouped(table: pd.DataFrame, by: str) -> pd.DataFrame:
-    """Rows of `Costs.table` with group (the name of the GEMM that shares a choice) and first (which operand it is)."""
-    is_linear = table["part"].isin(("linear", "router"))  # a recipe has one choice for the attention of all layers
-    keys = [table["part"], *(table[name].where(is_linear, "") for name in GROUPS[by]), table["gemm"]]
-    names = pd.concat(keys, axis=1).astype(str).agg(".".join, axis=1)
-    first = table.groupby(["part", "gemm"])["field"].transform("min")
-    return table.assign(group=names, first=table["field"] == first)
-
-
-def pairs(table: pd.DataFrame, specs: Sequence[str], tiles: bool = False, alike: bool = False) -> pd.DataFrame:
-    """The pairs of specs that each group's GEMMs can take: group, layer, a and b (the specs of the first and second
-    operand), cost, bits, share (of all bits in bf16).
-
-    table: of `grouped`. specs: those allowed besides bf16. tiles: weights are rounded in tiles only.
-    alike: the two operands of a GEMM have one spec.
-    """
-    chosen = table[table["spec"].isin([*specs, BF16])]
-    if tiles:
-        fits = chosen["spec"].isin([BF16, *filter(_is_tile, specs)])
-        chosen = chosen[(chosen["tensor_name"] != "weight") | fits]
-    gemm = ["group", "part", "layer_index", "module", "gemm"]
-    both = chosen[chosen["first"]].merge(chosen[~chosen["first"]], on=gemm)
-    families = {spec: family(spec) for spec in (*specs, BF16)}
-    both = both[both["spec_x"].map(families) == both["spec_y"].map(families)]
-    both = both[both["spec_x"] == both["spec_y"]] if alike else both
-    both = both.assign(cost=both["cost_x"] + both["cost_y"], bits=both["bits_x"] + both["bits_y"])
-    summed = both.groupby(["group", "spec_x", "spec_y"], as_index=False).agg(
-        layer=("layer_index", "first"), cost=("cost", "sum"), bits=("bits", "sum")
-    )
-    in_bf16 = summed.loc[summed["spec_x"] == BF16, "bits"].sum()
-    return summed.rename(columns={"spec_x": "a", "spec_y": "b"}).assign(share=summed["bits"] / in_bf16)
-
-
-def _is_tile(spec: str) -> bool:
-    block = Spec.of(spec).block
-    return block is not None and block.rows != 1
+BF16_BITS = 16.0
 
 
 def choose(
@@ -76,13 +29,15 @@ def choose(
     cost: float | None = None,
     most_bf16: int | None = None,
 ) -> pd.DataFrame:
-    """The rows of `pairs` that cost least with at most this share in total, or that have the smallest share and cost at
-    most `cost`: one for each group. most_bf16: how many layers may have a GEMM in bf16.
+    """The rows that cost least with at most this share in total, or that have the smallest share and cost at most
+    `cost`: one for each group. most_bf16: how many layers may have a product in bf16.
+
+    options: group, layer, format, cost and share, a row for each format that a group can take
 
     Raises AdviceError if nothing is within the limit.
     """
     groups, group = np.unique(options["group"], return_inverse=True)
-    bf16 = options.index[options["a"] == BF16] if most_bf16 is not None else options.index[:0]
+    bf16 = options.index[options["format"] == BF16] if most_bf16 is not None else options.index[:0]
     layers, layer = np.unique(options.loc[bf16, "layer"], return_inverse=True)
     number, size = len(options), len(options) + len(layers)  # one more variable for each layer: 1 if it uses bf16
     unit = options["cost"].max() or 1.0  # HiGHS compares with a tolerance of 1e-6, so costs are scaled
@@ -107,7 +62,7 @@ def choose(
         if share is not None and share < (least := least_share(options)):
             raise AdviceError(
                 f"a budget of {_bits(share)} cannot be met: what was measured takes at least {_bits(least)}; give more "
-                "bits, or measure other formats and the groups that were not measured (--measure)"
+                "bits, or measure narrower formats and the groups that were not measured"
             )
         limit = _bits(share) if share is not None else f"a measured cost of {cost:g}"
         also = f" with at most {most_bf16} layers in bf16" if most_bf16 is not None else ""

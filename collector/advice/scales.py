@@ -19,8 +19,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from binade.collector.advice.costs import AdviceError
-from binade.collector.errors import ConfigError
+from binade.collector.errors import AdviceError, ConfigError
 from binade.collector.recipes.recipe import MODULES, PARTS, About, Part, Recipe
 from binade.data.catalog import SAME_IN_ITERATIONS, Catalog
 from binade.data.evidence import Estimate, Measure, holm, paired, spread_of

@@ -11,20 +11,19 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from binade.collector.cli.console import console
+from binade.collector.cli.experiment_options import source_of, source_params, words_of
 from binade.collector.cli.options import size
 from binade.collector.errors import ConfigError
 from binade.collector.recipes.recipe import PARTS, RecipeError
-from binade.filter_options import filter_of, filter_params
 from binade.quant.formats import UnknownFormatError
 from binade.quant.specs import Spec, SpecError
-from binade.terminal import CliOption, Command, fail, names, print_text, quiet, resolve_root
+from binade.terminal import CliOption, Command, names, print_text, resolve_root, root_option
 
 if TYPE_CHECKING:
-    from binade.collector.advice.advice import Advice, AdviceRequest
-    from binade.collector.advice.costs import Operands
-    from binade.data.catalog import Catalog
+    from binade.collector.advice.advice import Advice
 
-BY = ("site", "layer", "module", "model")  # costs.GROUPS declares these; it imports pandas, and --help does not wait
+BY = ("site", "layer", "module", "model")  # advice.GROUPS declares these; it imports pandas, and --help does not wait
+FORMATS = ("mxfp4", "nvfp4", "mxfp8")
 LISTED = 8  # groups that decide
 
 
@@ -45,49 +44,75 @@ def _positive(text: str) -> float:
     return value
 
 
-def _parts(text: str) -> tuple[str, ...]:
-    parts = names(text)
-    if not parts or set(parts) - set(PARTS):
-        raise click.BadParameter(f"{text!r}: expected {', '.join(PARTS)}, separated by commas")
-    return parts
-
-
 def _advise(
-    root: str | None,
+    model: str | None,
     budget: float | None,
     memory: int | None,
     loss: float | None,
     by: str,
     parts: tuple[str, ...],
-    specs: tuple[str, ...],
-    tiles: bool,
+    formats: tuple[str, ...],
     most_bf16: int | None,
-    measure: bool,
-    sequences: int,
     output: Path | None,
     verify: int | None,
     train_iters: int,
     target: str | None,
-    **filters: Any,
+    root: str | None,
+    **given: Any,
 ) -> None:
-    """Choose a format for every operand to minimize the measured loss change within a budget of bits.
+    """Choose a format for every group of products to minimize the measured loss change within a budget of bits.
 
-    ROOT contains bf16 runs recorded with some --scores, and what `binade measure` measured of their model
-    [default: $TENSOR_SAVE_DIR, else data/runs]. The choice is among the formats that were measured.
+    Each group is measured in each format first, as `binade measure` does; what was measured before is used. Then the
+    advised recipe is evaluated whole. MODEL is a run, a directory or GGUF file with a checkpoint, or the name of a
+    model, as for `binade measure`; or a run of `binade.measure`, whose results are used as they are.
     """
-    from binade.collector.advice.advice import AdviceRequest, queue_verification, verification
-    from binade.collector.advice.advice import advise as choose
-    from binade.collector.advice.costs import costs, operands_of
-    from binade.collector.jobs.slurm import check_submits
-    from binade.collector.recipes.parse import READERS
-    from binade.collector.training.targets import find_target
-    from binade.data.catalog import Catalog
+    from binade.collector.advice.advice import AdviceRequest, read_advice
+    from binade.collector.advice.measured import measured_advice
     from binade.data.store import staged_file
 
     limits = {"budget": budget, "memory": memory, "loss": loss}
-    given = [f"--{name}" for name, limit in limits.items() if limit is not None]
-    if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)} cannot be combined: give one")
+    flags = [f"--{name}" for name, limit in limits.items() if limit is not None]
+    if len(flags) > 1:
+        raise ConfigError(f"{' and '.join(flags)} cannot be combined: give one")
+    bits = 5.5 if not flags else budget
+    where = resolve_root(root)
+    request = AdviceRequest(bits, loss, memory, by, formats, parts, most_bf16)
+    own = _own_measurement(where, model)
+    _check_output(output, formats or (() if own else FORMATS), verify, target, where)
+    if own and verify is not None:
+        raise ConfigError(f"--verify: {model} has no settings of a training: name a run or a model")
+    config = None
+    if own:
+        advice = read_advice(own, request)
+    else:
+        request = replace(request, formats=formats or FORMATS)
+        source = source_of(where, model, given)
+        config = source.plan.config
+        with console("advise", "pass") as shown:
+            advice = measured_advice(source, request, where, say=shown.print, progress=shown.progress)
+    content = _content(advice, output) if output else ""
+    print_text(_described(advice))
+    if output is None:
+        return
+    with staged_file(output) as staged:
+        staged.write(content.encode())
+    print_text(f"written to {output}; to train it: binade run --recipe {output}")
+    if verify is not None and config is not None:
+        from binade.collector.advice.verification import queue_verification, verification
+
+        runs = verification(config, advice, str(output.resolve()), verify, train_iters)
+        for job in queue_verification(where, runs, output.stem, target):
+            print_text(f"job {job.id} queued: {job.title}")
+
+
+def _check_output(
+    output: Path | None, formats: tuple[str, ...], verify: int | None, target: str | None, root: Path
+) -> None:
+    """Raise ConfigError for what cannot be written or tested, before anything is measured."""
+    from binade.collector.jobs.slurm import check_submits
+    from binade.collector.recipes.parse import READERS
+    from binade.collector.training.targets import find_target
+
     if output is not None and (output.suffix not in READERS or output.exists()):
         ends = " or ".join(READERS)
         wrong = "exists" if output.exists() else f"does not end in {ends}"
@@ -98,53 +123,20 @@ def _advise(
         if verify is None:
             raise ConfigError("--target needs --verify SEEDS: it says where these runs are trained")
         find_target(target)
-    request = AdviceRequest((budget or 5.5) if loss is None else None, loss, by, specs, tiles, most_bf16)
-    where = resolve_root(root)
-    if target is not None:
-        check_submits(where, Path.cwd())  # before anything is measured or written
-    with Catalog.open(where) as catalog:
-        for reason in catalog.refused:
-            fail(f"skipped: {reason}")
-        with quiet():
-            operands = operands_of(catalog, filter_of(filters), parts)
-        if measure:
-            if output is not None:
-                _check_writable(output, request.specs or tuple(operands.specs))
-            _measure(where, catalog, operands, request, parts, sequences)
-            catalog.sync()
-        with quiet():
-            known = costs(catalog, operands, by)
-            if memory is not None:
-                request = replace(request, bits=8 * memory / known.values)
-            advice = choose(known, request)
-        content = _content(advice, output) if output else ""
-        print_text(_described(advice))
-        if output is None:
-            return
-        with staged_file(output) as staged:
-            staged.write(content.encode())
-        print_text(f"written to {output}; to train it: binade run --recipe {output}")
-        if verify is not None:
-            runs = verification(catalog, advice, str(output.resolve()), verify, train_iters)
-            for job in queue_verification(where, runs, output.stem, target):
-                print_text(f"job {job.id} queued: {job.title}")
+        check_submits(root, Path.cwd())
+    if output is not None:
+        _check_writable(output, formats)
 
 
-def _measure(
-    root: Path, catalog: Catalog, operands: Operands, request: AdviceRequest, parts: tuple[str, ...], sequences: int
-) -> None:
-    """Measure what is chosen between, on sequences that the runs of the operands did not read."""
-    from binade.collector.advice.advice import plan_of
-    from binade.collector.experiment.experiment import ExperimentRequest, run_experiment
-    from binade.collector.experiment.source import ExperimentSource, unread
+def _own_measurement(root: Path, model: str | None) -> Path | None:
+    """The directory of a run of measurements, if the model is one."""
+    from binade.data.experiment import EXPERIMENT
+    from binade.data.runs import RUN_FILE, read_run
 
-    planned = plan_of(catalog, operands, "measure your own model with binade.measure(..., root=ROOT)")
-    by = tuple(dict.fromkeys(("part", "part" if request.by == "model" else request.by)))
-    specs, where = request.specs or tuple(operands.specs), unread(planned, planned.config.sequence_length)
-    measured = ExperimentRequest(ExperimentSource(planned, sequences, **where), specs, by, parts)
-    with console("measure", "pass") as shown:
-        finished = run_experiment(measured, root, say=shown.print, progress=shown.progress)
-    print_text(f"measured in {finished.run_id}\n")
+    directory = root / Path(model or "").name
+    if not model or not (directory / RUN_FILE).exists() or read_run(directory).config.get("kind") != EXPERIMENT:
+        return None
+    return directory
 
 
 def _content(advice: Advice, output: Path) -> str:
@@ -155,7 +147,7 @@ def _content(advice: Advice, output: Path) -> str:
     if output.suffix == ".toml":
         return to_toml(advice.recipe(output.stem))
     try:
-        return write(replace(advice, chosen=advice.forward).recipe(output.stem), forward_only=True)
+        return write(advice.recipe(output.stem), forward_only=True)
     except RecipeError as error:
         raise _not_in_file(output, str(error)) from None
 
@@ -179,12 +171,12 @@ def _in_precision_file() -> list[str]:
 def _not_in_file(output: Path, reason: str) -> ConfigError:
     return ConfigError(
         f"--output {output}: {reason}; advice has one format for input and weight, where NVFP4 has two in such a "
-        f"file: choose from {', '.join(_in_precision_file())} with --specs, or write a .toml file"
+        f"file: choose from {', '.join(_in_precision_file())} with --formats, or write a .toml file"
     )
 
 
 def _described(advice: Advice) -> str:
-    """A description of the choice, the frontier, the deciding groups, how it was measured and reasons for doubt."""
+    """The choice and what it costs whole, the frontier, the deciding groups, how it was measured, and doubts."""
     lines = [advice.sentence, "", "bits per forward value   measured loss change"]
     for row in advice.frontier.sort_values("bits").itertuples():
         name = "" if row.kind == "advised" else f"  {row.kind} {row.name}"
@@ -192,7 +184,7 @@ def _described(advice: Advice) -> str:
     high = advice.deciding.head(LISTED)
     if len(high):
         lines += ["", "groups kept wider than the narrowest format, and how much loss that saves"]
-        lines += [f"    {row.place:<24} {row.spec:<28} {row.saved:+.3g}" for row in high.itertuples()]
+        lines += [f"    {row.group:<24} {row.format:<28} {row.saved:+.3g}" for row in high.itertuples()]
         if len(advice.deciding) > LISTED:
             lines.append(f"    and {len(advice.deciding) - LISTED} more")
     return "\n".join([*lines, *([""] if advice.doubts else []), *advice.doubts])
@@ -201,31 +193,23 @@ def _described(advice: Advice) -> str:
 def _params() -> Sequence[click.Parameter]:
     limits, runs = "Choice", "Test"
     return [
-        click.Argument(["root"], required=False, metavar="[ROOT]"),
+        click.Argument(["model"], required=False, metavar="[MODEL]"),
         CliOption(["--budget"], type=_positive, metavar="BITS", title=limits,
-               help="Average bits per operand value, separately for forward and backward  [default: 5.5]"),
+               help="Average bits per value of the forward operands  [default: 5.5]"),
         CliOption(["--memory"], type=size, metavar="SIZE", title=limits,
-               help="Instead of --budget: the bytes that the forward operands of a micro-batch may take, such as 40M"),
+               help="Instead of --budget: the bytes that the forward operands of a batch may take, such as 40M"),
         CliOption(["--loss"], type=_positive, metavar="X", title=limits,
                help="Instead of --budget: the fewest bits with a measured cost (divergence, else loss change) of at "
                    "most X"),
         CliOption(["--by"], type=click.Choice(BY), default="site", title=limits,
                help="Choose formats for each linear layer (site), each layer, each module in all layers, or the whole "
                    "model  [default: site]"),
-        CliOption(["--parts"], type=_parts, default="linear", metavar="A,B,...", title=limits,
+        CliOption(["--parts"], type=words_of(tuple(PARTS)), default="linear", metavar="A,B,...", title=limits,
                help=f"{', '.join(PARTS)}; the others stay in bf16  [default: linear]"),
-        CliOption(["--specs"], type=_specs, default="", metavar="A,B,...", title=limits,
-               help="Formats to choose from, in addition to bf16  [default: all that were measured; with --measure, "
-                   "all that were scored]"),
-        CliOption(["--tiles"], is_flag=True, title=limits,
-               help="Round weights in tiles only, such as nvfp4(block=16x16)"),
+        CliOption(["--formats"], type=_specs, default="", metavar="A,B,...", title=limits,
+               help=f"Formats to choose from, in addition to bf16  [default: {','.join(FORMATS)}]"),
         CliOption(["--max-bf16-layers", "most_bf16"], type=click.IntRange(0), metavar="N", title=limits,
-               help="At most N layers may have a GEMM in bf16"),
-        CliOption(["--measure"], is_flag=True, title=limits,
-               help="Measure the change of the loss of each group in each format first, as `binade measure` does; what "
-                   "was measured before is used in any case"),
-        CliOption(["--sequences"], type=click.IntRange(1, 1_000_000), default=8, metavar="N", title=limits,
-               help="With --measure: sequences that are evaluated  [default: 8]"),
+               help="At most N layers may have a product in bf16"),
         CliOption(["--output"], type=Path, metavar="FILE",
                help="Write the recipe to a new .toml file, or a .yaml file for Megatron Core"),
         CliOption(["--verify"], type=click.IntRange(1, 100), metavar="SEEDS", title=runs,
@@ -235,7 +219,8 @@ def _params() -> Sequence[click.Parameter]:
                help="Iterations of each of these runs  [default: 200]"),
         CliOption(["--target"], metavar="NAME", title=runs,
                help="Cluster in binade.toml on which they run  [default: this machine]"),
-        *filter_params(),
+        *source_params(),
+        root_option(),
     ]  # fmt: skip
 
 
@@ -243,6 +228,6 @@ advise = Command(
     "advise",
     params=_params(),
     callback=_advise,
-    cancelled="cancelled; jobs that were queued stay",
-    failed="the advice cannot be written",
+    cancelled="cancelled; what was measured is kept, and the same command continues",
+    failed="the advice failed",
 )

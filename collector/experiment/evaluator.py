@@ -38,7 +38,7 @@ from binade.collector.models.parallel import Call
 from binade.collector.models.site import Site
 from binade.data.experiment import BatchResult, RouterChoices
 from binade.data.tensor_kinds import Product
-from binade.quant.gemm import Rounding
+from binade.quant.gemm import Observed, Rounding
 from binade.quant.specs import GemmFormats
 
 COVERS = {True: "mxfp8", False: "linear_mxfp8"}  # recipes that intercept all products, or all but those of attention
@@ -139,6 +139,27 @@ class Evaluator:
     def cost(self, treatment: Treatment) -> float:
         """The share of the blocks that a pass computes, 0 to 1; after `begin`."""
         return 1 - len(self._replaced(treatment)) / max(len(self._outputs.ended), 1)
+
+    def operand_values(self, batch: Any) -> dict[Key, tuple[int, int]]:
+        """How many values the two operands of each product's forward GEMM have in a batch, from a pass of its own.
+        Products that the pass does not compute are left out."""
+        counts: dict[Key, dict[str, int]] = {}
+
+        def begin(hook: Hook) -> Call:
+            own = counts.setdefault((hook.layer.site, hook.product), {"a": 0, "b": 0})
+
+            def count(seen: Observed) -> None:
+                if seen.name in own:
+                    own[seen.name] += seen.tensor.numel()
+
+            return Call(tap=count)
+
+        with ExitStack() as undo:
+            undo.callback(setattr, self._clock, "twin", None)
+            self._clock.twin = begin
+            with torch.no_grad():
+                self._evaluate(self.model, batch)
+        return {key: (counts[key]["a"], counts[key]["b"]) for key in self.products if key in counts}
 
     def _replaced(self, treatment: Treatment) -> dict[nn.Module, Any]:
         """The blocks that compute the same as in the last `begin`, with their outputs."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,13 @@ from binade.collector.capture.instrument import quantizes_attention
 from binade.collector.experiment.evaluator import Evaluator
 from binade.collector.experiment.measure import check_requested, rounds_attention
 from binade.collector.experiment.runner import Progress, Say, estimate, record
-from binade.collector.experiment.source import ExperimentSource, open_source
+from binade.collector.experiment.source import ExperimentSource, OpenedSource, open_source
 from binade.collector.experiment.treatments import Key, Treatment, base_of, recipes_of, replayed, treatments_of
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import Recipe
 from binade.data.continued import continued_run
 from binade.data.experiment import EXPERIMENT, SAME, BatchResult, read_results
+from binade.data.runs import RunWriter
 
 
 @dataclass(frozen=True)
@@ -111,14 +113,36 @@ class Finished:
         return self.directory.name
 
 
-def run_experiment(
+@dataclass(frozen=True, eq=False)
+class Begun:
+    """An experiment whose run is open."""
+
+    writer: RunWriter
+    opened: OpenedSource
+    say: Say
+    progress: Progress
+
+    @property
+    def directory(self) -> Path:
+        return self.writer.directory
+
+    def evaluate(self, treatments: Sequence[Treatment]) -> Finished:
+        """Evaluate what the run does not have yet. Raises OSError, RunError."""
+        evaluator, batches = self.opened.evaluator, self.opened.batches
+        sizes = [len(tokens) for tokens, _ in batches]
+        results = record(self.writer, evaluator, batches, treatments, sizes=sizes, say=self.say, progress=self.progress)
+        return Finished(self.directory, results, self.opened.described)
+
+
+@contextmanager
+def begun_experiment(
     request: ExperimentRequest,
     root: Path,
     *,
     say: Say = lambda text: None,
     progress: Progress = lambda done, total: None,
-) -> Finished:
-    """Evaluate, as a run of this root or of what is left of it.
+) -> Iterator[Begun]:
+    """A context with the run of an experiment in this root, or what is left of it.
 
     Raises ConfigError and its like before anything is written; later OSError or KeyboardInterrupt, with the run marked
     accordingly: the same call continues it."""
@@ -127,14 +151,25 @@ def run_experiment(
     with open_source(request.source, request.attention) as opened:
         for text in opened.described:
             say(text)
-        treatments = request.treatments(opened.evaluator)
+        request.treatments(opened.evaluator)  # raises before anything is written
         facts = opened.facts | request.facts | {"kind": EXPERIMENT}
         facts["measures"] = opened.facts["measures"] | request.facts.get("measures", {})
         with continued_run(root, label, facts, SAME, "results are being measured") as (writer, _):
             known = sum(result.key.base is not None for result in read_results(writer.directory))
             say(f"run {writer.run_id}" + (f", continued after {known} measurements" if known else ""))
-            results = record(writer, opened.evaluator, opened.batches, treatments, say=say, progress=progress)
-            return Finished(writer.directory, results, opened.described)
+            yield Begun(writer, opened, say, progress)
+
+
+def run_experiment(
+    request: ExperimentRequest,
+    root: Path,
+    *,
+    say: Say = lambda text: None,
+    progress: Progress = lambda done, total: None,
+) -> Finished:
+    """Evaluate the treatments of a request. Raises as `begun_experiment`."""
+    with begun_experiment(request, root, say=say, progress=progress) as begun:
+        return begun.evaluate(request.treatments(begun.opened.evaluator))
 
 
 def estimate_experiment(request: ExperimentRequest, *, say: Say) -> tuple[int, float]:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from binade.collector.errors import ConfigError
 from binade.collector.experiment.evaluator import Evaluator
-from binade.collector.experiment.treatments import Treatment
-from binade.data.experiment import BatchResult, ExperimentWriter, Place, read_results
-from binade.data.runs import DONE, RunWriter
+from binade.collector.experiment.treatments import Treatment, part_of
+from binade.data.experiment import OPERAND_VALUES, BatchResult, ExperimentWriter, Place, read_results
+from binade.data.runs import DONE, RUN_FILE, RunWriter
 
 Say = Callable[[str], None]
 Progress = Callable[[int, int], None]
@@ -46,22 +45,25 @@ def _base(treatment: Treatment) -> Treatment:
 def record(
     writer: RunWriter,
     evaluator: Evaluator,
-    batches: Sequence[tuple[Tensor, Tensor]],
+    batches: Sequence[Any],
     treatments: Sequence[Treatment],
     *,
+    sizes: Sequence[int] = (),
     say: Say = lambda text: None,
     progress: Progress = lambda count, of: None,
 ) -> list[BatchResult]:
     """Measure what the run does not have yet, and add it. Returns the results of these treatments and of their bases.
-    batches: tokens and labels [sequences, length]; the last one of an earlier call may have had fewer sequences, and is
-    then measured again. Raises OSError, RunError."""
+    sizes: how many sequences each batch has, where the last one of an earlier call may have had fewer and is then
+    measured again; () if the batches of a run are always the same. Raises OSError, RunError."""
     results = ExperimentWriter(writer.directory)
+    if not any(treatment.keeps_tokens for treatment in treatments):
+        _describe_values(writer, evaluator, batches)
     ids = {key.id for treatment in treatments for key in (treatment.key, _base(treatment).key)}
-    sizes = dict(enumerate(len(tokens) for tokens, _ in batches))
     known = [
         result
         for result in read_results(writer.directory)
-        if result.key.id in ids and len(result.losses) == sizes.get(result.batch)
+        if result.key.id in ids and result.batch < len(batches)
+        if not sizes or len(result.losses) == sizes[result.batch]
     ]
     clock = _Clock(evaluator, treatments, len(batches), say, progress)
     clock.count = sum(result.key.base is not None for result in known)
@@ -73,6 +75,17 @@ def record(
             clock.add(result)
     writer.finish(DONE)
     return known
+
+
+def _describe_values(writer: RunWriter, evaluator: Evaluator, batches: Iterable[Any]) -> None:
+    """Add to run.json how many values the operands of each product have in the first batch, which advice weighs."""
+    if OPERAND_VALUES not in json.loads((writer.directory / RUN_FILE).read_text()):
+        found: dict[tuple[str, int, str], tuple[int, int]] = {}  # experts of a layer are one product here
+        for key, (a, b) in evaluator.operand_values(next(iter(batches))).items():
+            place = part_of(key), key[0].layer_index, key[0].module
+            known = found.get(place, (0, 0))
+            found[place] = known[0] + a, known[1] + b
+        writer.describe({OPERAND_VALUES: [[*place, *values] for place, values in found.items()]})
 
 
 def estimate(evaluator: Evaluator, batches: Sequence[Any], treatments: Sequence[Treatment]) -> tuple[int, float]:

@@ -10,17 +10,17 @@ import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
-from scipy import stats
 
 from binade.collector import Recorder, instrument, jobs
 from binade.collector.advice import choice
-from binade.collector.advice.advice import AdviceRequest, advise
-from binade.collector.advice.costs import FORWARD, GROUPS, OPERAND, AdviceError, Costs, costs, operands_of
+from binade.collector.advice.advice import GROUPS, AdviceRequest, read_advice
 from binade.collector.jobs import queue
 from binade.collector.models.site import Site
 from binade.collector.recipes.files import read_recipe, to_toml
 from binade.collector.recipes.parse import parse_recipe
 from binade.data.catalog import Catalog
+from binade.data.effects import measured_effects
+from binade.data.experiment import read_results
 from binade.data.filter import Filter
 from binade.quant.specs import OPERAND_FIELDS
 from tests.collector.cli.test_cli import one_line
@@ -31,9 +31,9 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def found(measured_root: Path) -> Costs:
-    with Catalog.open(measured_root) as catalog:
-        return costs(catalog, operands_of(catalog, parts=("linear",)), "site")
+def measurement(measured_root: Path) -> Path:
+    (path,) = measured_root.glob("*/experiment")
+    return path.parent
 
 
 def every_choice(options: pd.DataFrame) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -41,7 +41,7 @@ def every_choice(options: pd.DataFrame) -> tuple[np.ndarray, np.ndarray, np.ndar
     groups = [list(own.index) for _, own in options.groupby("group")]
     rows = np.array(list(itertools.product(*groups)))
     cost, share, layer = (options[name].to_numpy()[rows] for name in ("cost", "share", "layer"))
-    high = np.where((options["a"] == "bf16").to_numpy()[rows], layer, -1)
+    high = np.where((options["format"] == "bf16").to_numpy()[rows], layer, -1)
     return cost.sum(1), share.sum(1), sum((high == number).any(1) for number in options["layer"].unique())
 
 
@@ -49,13 +49,13 @@ def every_choice(options: pd.DataFrame) -> tuple[np.ndarray, np.ndarray, np.ndar
 def test_no_choice_is_cheaper(seed):
     random = np.random.default_rng(seed)
     rows = [
-        {"group": f"g{group}", "layer": group // 2, "a": spec, "b": spec,
+        {"group": f"g{group}", "layer": group // 2, "format": spec,
          "cost": 0.0 if spec == "bf16" else 10 ** random.uniform(-7, -3), "bits": 10.0 * (group + 1) * bits}
         for group in range(5)
         for spec, bits in (("mxfp4", 4.25), ("nvfp4", 4.5), ("mxfp8", 8.25), ("bf16", 16.0))
     ]  # fmt: skip
     options = pd.DataFrame(rows)
-    options["share"] = options["bits"] / options.loc[options["a"] == "bf16", "bits"].sum()
+    options["share"] = options["bits"] / options.loc[options["format"] == "bf16", "bits"].sum()
     costs, shares, high = every_choice(options)
     reached = np.quantile(shares, [0.02, 0.2, 0.6, 1])
     for share, most in zip(reached, (None, None, 1, 0), strict=True):
@@ -68,62 +68,55 @@ def test_no_choice_is_cheaper(seed):
     assert choice.choose(options, cost=limit)["share"].sum() == pytest.approx(least, rel=1e-3)
 
 
-def test_costs_are_the_measured_effects_and_the_noises_that_were_recorded(measured_root, found):
-    """The effects from the rows of the experiment; the noise of a backward operand from its score."""
-    (path,) = measured_root.glob("*/experiment/results-*.parquet")
-    lines = pq.read_table(path).to_pylist()
+def test_costs_are_the_measured_effects(measured_root, measurement):
+    """From the rows of the experiment, and the sizes from the shapes of the model's weights and batches."""
+    lines = [
+        line for path in measurement.glob("experiment/results-*.parquet") for line in pq.read_table(path).to_pylist()
+    ]
     exact = {(line["batch"], line["sequence"]): line["loss"] for line in lines if line["base"] is None}
-    sums: dict[tuple[str, int, str], list[float]] = {}
-    divergences: dict[tuple[str, int, str], list[float]] = {}
-    for line in (line for line in lines if line["base"]):
-        key = line["text"], line["layer_index"], line["module"]
+    sums: dict[tuple[str, str], list[float]] = {}
+    divergences: dict[tuple[str, str], list[float]] = {}
+    for line in (line for line in lines if line["base"] and line["layer_index"] and line["module"]):
+        key = f"layer{line['layer_index']} {line['module']} linear", line["text"]
         sums.setdefault(key, []).append(line["loss"] - exact[line["batch"], line["sequence"]])
         divergences.setdefault(key, []).append(line["kl"])
-    groups = found.forward[found.forward["spec"] != "bf16"].groupby(["spec", "layer_index", "module"])
-    assert len(groups) == 3 * 2 * 4 and found.sequences == 4 and found.unmeasured == ()
-    for key, rows in groups:
-        assert rows["change"].sum() == pytest.approx(np.mean(sums[key])), key
-        assert rows["cost"].sum() == pytest.approx(np.mean(divergences[key])), key
-        assert rows["error"].sum() == pytest.approx(stats.sem(sums[key])), key
+    advice = read_advice(measurement, AdviceRequest(6))
+    rounded = advice.options[advice.options["format"] != "bf16"]
+    assert len(rounded) == 3 * 2 * 4 == len(sums) and advice.sequences == 4 and advice.unmeasured == ()
+    for row in rounded.itertuples():
+        key = row.group, row.format
+        assert row.change == pytest.approx(np.mean(sums[key])), key
+        assert row.cost == pytest.approx(np.mean(divergences[key])), key
     with Catalog.open(measured_root) as catalog:
-        scores = catalog.scores(Filter(tensor_name=("grad_output",), module=("fc1",), layer_index=(1,)))
-    own = scores[scores["format"] == "mxfp4"]
-    noise = (own["mse"] * own["finite"]).sum() / (own["rms"] ** 2 * own["finite"]).sum()
-    row = found.table.query(
-        "spec == 'mxfp4' and tensor_name == 'grad_output' and module == 'fc1' and layer_index == 1 and gemm == 'dgrad'"
-    )
-    assert row["noise"].item() == pytest.approx(noise, rel=1e-12)
+        tensors = catalog.tensors(Filter(tensor_name=("weight",), iteration=(1,)))
+    weights = {(row.layer_index, row.module): row.numel for row in tensors.itertuples()}
+    assert {(each.layer_index, each.module): each.b for each in advice.operands} == weights
 
 
 @pytest.mark.parametrize("by", GROUPS)
-def test_advice_keeps_its_limits(measured_root, by):
-    with Catalog.open(measured_root) as catalog:
-        found = costs(catalog, operands_of(catalog, parts=("linear",)), by)
-    advice = advise(found, AdviceRequest(6, by=by))
-    assert advice.bits <= 6 + 1e-3 and len(advice.chosen) == len(found.table.drop_duplicates(OPERAND))
-    for _, own in advice.chosen.groupby(["layer_index", "module", "gemm"]):
-        assert own["spec"].map(choice.family).nunique() == 1  # both operands of a GEMM
-    apart = {"site": ["layer_index", "module"], "layer": ["layer_index"], "module": ["module"], "model": []}[by]
-    assert advice.chosen.groupby([*apart, "field"])["spec"].nunique().max() == 1
-    uniform = found.forward.groupby("spec")[["bits", "cost", "values"]].sum()
-    uniform = uniform[uniform["bits"] <= 6 * uniform["values"]]
-    assert advice.forward["cost"].sum() <= uniform["cost"].min() * 1.001
-    least = [advise(found, AdviceRequest(bits, by=by)).forward["cost"].sum() for bits in (5, 8, 12, 16)]
+def test_advice_keeps_its_limits(measurement, by):
+    advice = read_advice(measurement, AdviceRequest(6, by=by))
+    assert advice.bits <= 6 + 1e-3 and advice.chosen["group"].is_unique
+    assert set(advice.chosen["group"]) == {str(each.group(by)) for each in advice.operands}
+    uniform = advice.options.groupby("format")[["bits", "cost"]].sum()
+    uniform = uniform[uniform["bits"] <= 6 * advice.values]
+    assert advice.chosen["cost"].sum() <= uniform["cost"].min() * 1.001
+    least = [read_advice(measurement, AdviceRequest(bits, by=by)).chosen["cost"].sum() for bits in (5, 8, 12, 16)]
     assert (np.diff(least) <= 1e-9).all() and least[-1] == 0
 
 
-def test_the_recipe_is_the_choice(found, tmp_path):
+def test_the_recipe_is_the_choice(measurement, tmp_path):
     """As a file, and as a model is quantized by it."""
-    advice = advise(found, AdviceRequest(6))
+    advice = read_advice(measurement, AdviceRequest(6))
     assert advice.alone
     path = tmp_path / "mine.toml"
     path.write_text(to_toml(advice.recipe("mine")))
     recipe = read_recipe(path, "mine")
-    for row in advice.advised.itertuples():
-        part = recipe.linear_of(Site(row.layer_index, row.module))
-        assert part.rounded_to(row.field) == row.spec
-    forward, title = {row.spec for row in advice.advised.itertuples() if row.gemm == FORWARD}, recipe.about.title
-    assert forward == {"nvfp4"} and "nvfp4 alone" in advice.sentence
+    for each in advice.operands:
+        part = recipe.linear_of(Site(each.layer_index, each.module))
+        assert part.rounded_to("forward_a") == part.rounded_to("forward_b") == "nvfp4"
+    title = recipe.about.title
+    assert "nvfp4 alone" in advice.sentence
     assert title.startswith("Advised under 6 bits: forward operands in nvfp4 alone, ") and " at 4.50 bits" in title
 
 
@@ -148,95 +141,106 @@ WRONG = {
     "too little memory": (("--memory", "0"), 1, "takes at least 4.25 bits"),
     "no number": (("--budget", "many"), 2, "not a number above 0"),
     "too few bits": (("--budget", "2"), 1, "takes at least 4.25 bits"),
-    "an unknown format": (("--specs", "mxfp9"), 2, "mxfp9"),
-    "a format that was not measured": (("--specs", "nvint4"), 1, "not measured: nvint4; choose from mxfp4, nvfp4, "),
-    "a part that was not measured": (("--parts", "qk"), 1, "--by part,site --parts qk "),
-    "an unknown part": (("--parts", "head"), 2, "linear, qk, pv, router"),
+    "an unknown format": (("--formats", "mxfp9"), 2, "mxfp9"),
+    "a format that was not measured": (("--formats", "nvint4"), 1, "not measured: nvint4; choose from mxfp4, nvfp4, "),
+    "a part that was not measured": (("--parts", "qk"), 1, "no group of qk by site was measured"),
+    "an unknown part": (("--parts", "head"), 2, "expected linear, qk, pv, router"),
     "no choice of so little cost": (
         ("--loss", "1e-9", "--max-bf16-layers", "0"), 1, "no choice satisfies a measured cost of 1e-09 with at most 0",
-    ),
-    "layers of all, before anything is measured": (
-        ("--measure", "--by", "model", "--max-bf16-layers", "1"), 1, "--max-bf16-layers does not apply",
     ),
     "layers of all": (("--by", "module", "--max-bf16-layers", "1"), 1, "--max-bf16-layers does not apply"),
     "a file that exists": (("--output", "there.toml"), 2, "exists"),
     "no kind of file": (("--output", "mine.txt"), 2, "does not end in .toml or .yaml"),
     "a precision file": (
-        ("--specs", "mxfp4", "--output", "mine.yaml"), 2, "in a precision file it can be bf16, fp8_e4m3, ",
-    ),
-    "a precision file, before anything is measured": (
-        ("--measure", "--specs", "fp8_e4m3,mxfp4", "--output", "mine.yaml"), 2, "mxfp4 cannot be in a precision file",
+        ("--budget", "4.25", "--output", "mine.yaml"), 2, "in a precision file it can be bf16, fp8_e4m3, ",
     ),
     "nvfp4 in a precision file": (
-        ("--specs", "nvfp4", "--budget", "5", "--output", "mine.yaml"), 2,
-        "choose from fp8_e4m3, mxfp8(scale=rceil) with --specs",
+        ("--formats", "nvfp4", "--budget", "5", "--output", "mine.yaml"), 2,
+        "choose from fp8_e4m3, mxfp8(scale=rceil) with --formats",
     ),
     "a test without a file": (("--verify", "2"), 2, "--output"),
     "a target without a test": (("--target", "gpu"), 2, "--verify"),
-    "no tensors": (("--recipe", "nothing"), 1, "no run with recorded tensors"),
+    "a test of one's own model": (("--verify", "2", "--output", "mine.toml"), 2, "has no settings of a training"),
+}  # fmt: skip
+OF_MODELS = {
+    "too few bits, before anything is measured": (("--budget", "2"), 1, "the narrowest format takes 4.25 bits"),
+    "a precision file, before anything is measured": (
+        ("--formats", "fp8_e4m3,mxfp4", "--output", "mine.yaml"), 2, "mxfp4 cannot be in a precision file",
+    ),
+    "settings of a run": (("--layers", "3"), 2, "leave it out"),
 }  # fmt: skip
 
 
-def test_bytes_are_bits_of_all_forward_values(command, capsys, measured_root, found):
-    values = found.forward.loc[found.forward["spec"] == "mxfp4", "values"].sum()
-    assert command("advise", str(measured_root), "--memory", str(int(values * 6 / 8))) == 0
-    in_bytes = capsys.readouterr().out
-    assert command("advise", str(measured_root), "--budget", "6") == 0
-    assert in_bytes == capsys.readouterr().out
-
-
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_input_is_one_line(command, capsys, measured_root, tmp_path, monkeypatch, name):
-    arguments, status, message = WRONG[name]
+@pytest.mark.parametrize("name", [*WRONG, *OF_MODELS])
+def test_wrong_input_is_one_line(command, capsys, measured_root, measurement, tmp_path, monkeypatch, name):
+    arguments, status, message = (WRONG | OF_MODELS)[name]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there.toml").touch()
-    assert command("advise", str(measured_root), *arguments) == status
+    (run,) = (path.parent for path in measured_root.glob("*/segments") if path.parent != measurement)
+    of = measurement if name in WRONG else run
+    assert command("advise", of.name, *arguments, "--tensor-save-dir", str(measured_root)) == status
     out, err = capsys.readouterr()
     assert one_line(err) and message in err and out == ""
     assert [path.name for path in tmp_path.iterdir()] == ["there.toml"]
 
 
-def test_without_sbatch_no_recipe_is_written(command, capsys, measured_root, tmp_path, monkeypatch):
+def test_without_sbatch_nothing_is_measured_or_written(command, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     (tmp_path / "binade.toml").write_text("[targets.gpu]\n")
-    assert command("advise", str(measured_root), "--output", "mine.toml", "--verify", "2", "--target", "gpu") == 2
+    assert command("advise", "--output", "mine.toml", "--verify", "2", "--target", "gpu") == 2
     out, err = capsys.readouterr()
     assert one_line(err) and "sbatch, which is not on this machine" in err and out == ""
     assert [path.name for path in tmp_path.iterdir()] == ["binade.toml"]
 
 
-def test_runs_of_several_recipes_give_no_advice(collected):
-    with Catalog.open(collected) as catalog, pytest.raises(AdviceError, match=r"several recipes \(mxfp4, mxfp8\)"):
-        operands_of(catalog, Filter(recipe=("mxfp4", "mxfp8")))
+SMALL = ("--layers", "1", "--micro-batch-size", "1", "--sequence-length", "32", "--backend", "torch", "--seed", "5")
 
 
-def test_operands_that_were_not_recorded_or_scored_give_no_advice(measured_root, monkeypatch):
-    with Catalog.open(measured_root) as catalog:
-        table = catalog.scored_operands()
-        for changed, message in (
-            (table.assign(noise=np.nan), "no spec was scored on every operand"),
-            (table[~table["tensor_name"].isin(("weight", "key", "value"))], "record inputs and weights"),
-        ):
-            monkeypatch.setattr(catalog, "scored_operands", lambda where, changed=changed: changed)
-            with pytest.raises(AdviceError, match=message):
-                operands_of(catalog)
+def test_the_command_measures_what_is_missing_and_evaluates_the_recipe_whole(command, capsys, tmp_path):
+    """Whole, the recipe changes the loss by what `binade measure` of its file says; the same command measures nothing
+    again, and one more format is measured beside what is known."""
+    root, path = tmp_path / "runs", tmp_path / "mine.toml"
+    options = (*SMALL, "--sequences", "3", "--budget", "6")
+    assert command("advise", *options, "--formats", "mxfp4,mxfp8", "--output", str(path)) == 0
+    (directory,) = root.glob("*_measure_*")
+    advice = read_advice(directory, AdviceRequest(6, formats=("mxfp4", "mxfp8"), parts=("linear",)))
+    out = capsys.readouterr().out
+    assert advice.whole and f"Evaluated whole, the advised recipe changes the loss by {advice.whole}." in out
+    before = {each: each.stat().st_mtime_ns for each in directory.glob("experiment/*")}
+    assert command("advise", *options, "--formats", "mxfp4,mxfp8") == 0
+    assert before == {each: each.stat().st_mtime_ns for each in directory.glob("experiment/*")}
+    known = len(measured_effects(read_results(directory)))
+    assert command("advise", *options, "--formats", "mxfp4,nvfp4") == 0
+    added = [each.format for each in measured_effects(read_results(directory))[known:]]
+    assert added.count("nvfp4") == 5 and set(added[5:]) <= {"advised under 6 bits by site"}
+    apart = ("--tensor-save-dir", str(tmp_path / "apart"))
+    assert command("measure", *SMALL, "--sequences", "3", "--formats", str(path), "--by", "part", *apart) == 0
+    (other,) = (tmp_path / "apart").glob("*_measure_*")
+    (whole,) = measured_effects(read_results(other))
+    own = [
+        each for each in measured_effects(read_results(directory)) if each.key.recipe_sha256 == whole.key.recipe_sha256
+    ]
+    assert own[0].changes == whole.changes and own[0].divergences == whole.divergences
 
 
 def test_the_command_writes_a_recipe_and_queues_its_test(command, capsys, tmp_path):
-    small = ("--layers", "1", "--micro-batch-size", "1", "--sequence-length", "32", "--backend", "torch", "--seed", "5")
-    scores = ("--scores", "mxfp4,mxfp8", "--collect-micro-batches", "2")
-    assert command("run", "--quantization", "bf16", *small, *scores) == 0
-    capsys.readouterr()
     root, path = tmp_path / "runs", tmp_path / "mine.toml"
+    options = (
+        "--formats",
+        "mxfp4,mxfp8",
+        "--budget",
+        "6",
+        "--output",
+        str(path),
+        "--verify",
+        "2",
+        "--train-iters",
+        "3",
+    )
     try:
-        assert (
-            command(
-                "advise", "--measure", "--budget", "6", "--output", str(path), "--verify", "2", "--train-iters", "3"
-            )
-            == 0
-        )
+        assert command("advise", *SMALL, *options) == 0
         out, err = capsys.readouterr()
         assert err == "" and "4.25 bits" in out and f"written to {path}" in out and "HiGHS" not in out
         queued = queue.read_jobs(root)
@@ -252,17 +256,15 @@ def test_the_command_writes_a_recipe_and_queues_its_test(command, capsys, tmp_pa
 
 @pytest.mark.thorough
 def test_a_precision_file_gives_each_layer_the_recipe_of_its_forward_operands(command, capsys, tmp_path):
-    small = ("--layers", "1", "--micro-batch-size", "1", "--sequence-length", "32", "--backend", "torch")
-    scores = ("--scores", "mxfp8(scale=rceil)", "--collect-micro-batches", "2")
-    assert command("run", "--quantization", "bf16", *small, *scores) == 0
-    assert command("advise", "--measure", "--budget", "12") == 0
-    with Catalog.open(tmp_path / "runs") as catalog:
-        found = costs(catalog, operands_of(catalog, parts=("linear",)), "site")
-    half = float(found.forward["cost"].sum()) / 2  # so that no single format but bf16 is within the limit
-    chosen = advise(found, AdviceRequest(None, half)).forward
-    assert command("advise", "--loss", str(half), "--output", str(tmp_path / "mine.yaml")) == 0
+    formats = ("--formats", "mxfp8(scale=rceil)")
+    assert command("advise", *SMALL, *formats, "--budget", "12") == 0
+    (directory,) = (tmp_path / "runs").glob("*_measure_*")
+    advice = read_advice(directory, AdviceRequest(12))
+    half = float(advice.options["cost"].sum()) / 2  # so that no single format but bf16 is within the limit
+    chosen = read_advice(directory, AdviceRequest(None, half)).chosen.set_index("group")["format"]
+    assert command("advise", *SMALL, *formats, "--loss", str(half), "--output", str(tmp_path / "mine.yaml")) == 0
     recipe = parse_recipe(str(tmp_path / "mine.yaml"))
-    assert chosen["spec"].nunique() == 2
-    for row in chosen.itertuples():
-        formats = recipe.linear_of(Site(row.layer_index, row.module)).formats
-        assert {str(formats[name] or "bf16") for name in OPERAND_FIELDS} == {row.spec}
+    assert chosen.nunique() == 2
+    for each in advice.operands:
+        formats_of = recipe.linear_of(Site(each.layer_index, each.module)).formats
+        assert {str(formats_of[name] or "bf16") for name in OPERAND_FIELDS} == {chosen[str(each.group("site"))]}

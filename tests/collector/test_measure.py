@@ -151,29 +151,19 @@ def test_wrong_input_is_one_line_and_nothing_is_written(command, tmp_path, capsy
 
 
 @pytest.mark.slow
-def test_the_advisor_measures_and_uses_what_it_measured(command, collect, tmp_path, capsys):
-    run = collect("--scores", "mxfp4,nvfp4", "--micro-batches", "2", "--collect-micro-batches", "2", "--no-raw")
-    budget = ("--budget", "4.4")
-    assert command("advise", *budget) == 1
-    err = capsys.readouterr().err
-    assert one_line(err) and f"no effect on the loss was measured for {run.run_id} by site" in err
-    assert f"binade measure {run.run_id} --by part,site" in err
-    assert command("advise", *budget, "--measure", "--sequences", "3") == 0
+def test_the_advisor_uses_what_was_measured_and_adds_the_recipe_whole(command, collect, tmp_path, capsys):
+    run = collect("--no-raw")
+    options = (run.run_id, "--sequences", "3", "--formats", "mxfp4,nvfp4")
+    assert command("measure", *options) == 0
+    before = rows(tmp_path / "runs")
+    (measured,) = (each for each in list_runs(tmp_path / "runs")[0] if each.config.get("kind") == "experiment")
+    capsys.readouterr()
+    assert command("advise", measured.run_id, "--budget", "4.4") == 0  # from the measurement alone
     out = capsys.readouterr().out
-    assert "measured loss changes add up to" in out and "3 sequences" in out
-    assert "All operands in mxfp4: measured together" in out
-    effects = {
-        (each.format, each.group.module): each.change.value for each in measured_effects(rows(tmp_path / "runs"))
-    }
-    assert len(effects) == 2 * 5  # four modules, and all linear layers
-    assert command("advise", *budget) == 0  # what was measured before is used
-    assert capsys.readouterr().out == out.partition("measured in ")[2].partition("\n\n")[2]
-
-
-@pytest.mark.slow
-def test_the_measurement_that_the_advisor_names_is_what_it_needs(command, collect, capsys):
-    collect("--scores", "mxfp4", "--no-raw")
-    assert command("advise", "--budget", "5") == 1
-    named = capsys.readouterr().err.partition("run binade ")[2].partition(", or ")[0].split()
-    assert command(*named, "--formats", "mxfp4", "--sequences", "2") == 0
-    assert command("advise", "--budget", "5") == 0
+    assert "measured loss changes add up to" in out and "3 sequences" in out and "was not evaluated whole" in out
+    assert len(rows(tmp_path / "runs")) == len(before)
+    assert command("advise", *options, "--budget", "4.4") == 0
+    added = rows(tmp_path / "runs")[len(before) :]
+    assert {result.key.text for result in added} == {"advised under 4.4 bits by site"}
+    assert sum(len(result.losses) for result in added) == 3
+    assert "Evaluated whole, the advised recipe changes the loss by " in capsys.readouterr().out

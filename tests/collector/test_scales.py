@@ -13,9 +13,8 @@ import torch
 
 from binade.collector import Recorder, instrument
 from binade.collector.advice import scales
-from binade.collector.advice.costs import AdviceError
 from binade.collector.advice.scales import OPERAND, Sweep, best_blocks, best_margin, recipe, sweep
-from binade.collector.errors import ConfigError
+from binade.collector.errors import AdviceError, ConfigError
 from binade.collector.models.site import Site
 from binade.collector.recipes.files import read_recipe, to_toml
 from binade.data.catalog import Catalog

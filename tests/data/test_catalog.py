@@ -468,7 +468,7 @@ class TestIndexFile:
             lambda catalog: catalog.tensors(),
             lambda catalog: catalog.crossed(Filter(layer_index=[1]), by).sort_values([*by, "bin"], ignore_index=True),
             lambda catalog: catalog.moments(by="layer_index"),
-            lambda catalog: catalog.scored_operands(),
+            lambda catalog: catalog.scores(),
             lambda catalog: pd.DataFrame([catalog.facets()]),
             lambda catalog: catalog.table("score").to_pandas(),
             lambda catalog: catalog.runs(),

@@ -34,7 +34,7 @@ def test_the_entries_are_read():
 
 
 def test_the_docs_have_the_table():
-    assert describe() in (Path(__file__).parents[2] / "docs" / "parity.md").read_text()
+    assert describe() in (Path(__file__).parents[2] / "docs" / "cost.md").read_text()
 
 
 WRONG: dict[str, Callable[[str], str]] = {

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shlex
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 import streamlit as st
@@ -14,13 +15,14 @@ from binade.app.address import link
 from binade.app.formatting import plain
 from binade.app.jobs import saved_recipes
 from binade.app.questions import layout
+from binade.app.questions.cost import compute
 from binade.app.questions.shared.runs import labels_of
 from binade.app.questions.shared.scope import Scope
 from binade.app.view import Reading, View
 from binade.collector import jobs
-from binade.collector.advice.advice import Advice, AdviceRequest, advise, queue_verification, verification
-from binade.collector.advice.costs import GROUPS, AdviceError, costs, operands_of
-from binade.collector.errors import ConfigError
+from binade.collector.advice.advice import GROUPS, Advice, AdviceRequest, read_advice
+from binade.collector.advice.verification import queue_verification, verification
+from binade.collector.errors import AdviceError, ConfigError
 from binade.collector.recipes.files import to_toml
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import RecipeError
@@ -28,13 +30,13 @@ from binade.collector.training.plan import Plan
 from binade.data.access import ReadOnlyError, read_only
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
+from binade.data.runs import RunError
 from binade.quant.formats import BF16
 from binade.quant.specs import SpecError
 
 FAILED = (AdviceError, ConfigError, RecipeError, SpecError, jobs.JobError, jobs.SubmissionError, ReadOnlyError, OSError)
 BUDGETS = (4.5, 5.0, 5.5, 6.0, 7.0, 8.0, 9.0, 10.0, 12.0, 14.0)
 BY = {"site": "Products", "layer": "Layers", "module": "Modules", "model": "The whole model"}
-PARTS = {"linear": "Linear layers", "all": "Linear layers and attention"}
 MOST_RUNS = 50  # that are offered, the newest ones
 
 
@@ -44,9 +46,17 @@ def show(opened: Catalog, view: View, reading: Reading) -> Scope | None:
     if trained:
         with st.expander("Measure", icon=":material/straighten:", expanded=not reading.values["measured"]):
             _measure(opened, trained, view)
+    if run_id := _with_effects(opened, reading):
         with st.expander("Advise formats", icon=":material/tune:"):
-            _advise(opened, list(trained), view)
+            _advise(opened, run_id, trained, view)
     return scope
+
+
+def _with_effects(opened: Catalog, reading: Reading) -> str:
+    """The measurement that is shown; "" if it has no effects on the loss."""
+    run_id: str = reading.values["measured"]
+    measured = compute.measurement_of(opened, run_id) if run_id else ""
+    return run_id if isinstance(measured, compute.MeasuredCosts) and not measured.parity else ""
 
 
 def _trained(opened: Catalog, where: Filter) -> dict[str, Plan]:
@@ -95,52 +105,45 @@ def _measure(opened: Catalog, trained: dict[str, Plan], view: View) -> None:
     link(view.at("runs", "jobs"), "See it among the jobs", ":material/list_alt:")
 
 
-def _advise(opened: Catalog, run_ids: list[str], view: View) -> None:
+def _advise(opened: Catalog, run_id: str, trained: dict[str, Plan], view: View) -> None:
     """The formats of least measured cost within a budget of bits, as a recipe that can be tested."""
-    columns = st.columns(4)
-    labels = labels_of(opened)
-    run_id = columns[0].selectbox(
-        "Model of", run_ids, key="advise_run", format_func=lambda name: labels.get(name, name)
-    )
-    bits = columns[1].selectbox("Bits per value", BUDGETS, 2, key="advise_budget")
-    by = columns[2].selectbox("One choice for each of", list(BY), key="advise_by", format_func=lambda name: BY[name])
-    of = columns[3].selectbox("Choose for", list(PARTS), key="advise_parts", format_func=lambda name: PARTS[name])
-    parts, request = ("linear",) if of == "linear" else (), AdviceRequest(bits, by=by)
-    where = Filter(run_id=(run_id,))
-
-    def answer() -> Advice:
-        return advise(costs(opened, operands_of(opened, where, parts), by), request)
-
+    columns = st.columns(2)
+    bits = columns[0].selectbox("Bits per value", BUDGETS, 2, key="advise_budget")
+    by = columns[1].selectbox("One choice for each of", list(BY), key="advise_by", format_func=lambda name: BY[name])
+    request = AdviceRequest(bits, by=by)
     try:
-        advice = opened.kept(("advice", where, parts, request, opened.state()), answer)
-    except AdviceError as error:
-        st.info(plain(error.sentence), icon=":material/block:")
+        read = partial(read_advice, opened.root / run_id, request)
+        advice = opened.kept(("advice", run_id, request, opened.state()), read)
+    except (AdviceError, RunError, OSError) as error:
+        st.info(plain(f"{str(error)[:1].upper()}{str(error)[1:]}."), icon=":material/block:")
         return
     st.markdown(plain(str(advice.sentence)))
     for doubt in advice.doubts:
         st.caption(plain(str(doubt)))
     name = f"advised_{str(bits).replace('.', '_')}_{by}"
     st.code(to_toml(advice.recipe(name)), language="toml", wrap_lines=True, height=240)
-    more = "" if of == "linear" else " --parts linear,qk,pv"
-    command = f"binade advise {opened.root} --budget {bits:g} --by {by}{more} --output {name}.toml --verify 3"
-    st.code(command, language="shell", wrap_lines=True)
-    if not read_only():
-        _verify(opened, advice, name, view)
+    if trained and not read_only():
+        _verify(opened, advice, name, trained, view)
 
 
-def _verify(opened: Catalog, advice: Advice, name: str, view: View) -> None:
-    """A button that saves the recipe and queues the runs that test it."""
-    columns = st.columns([3, 1, 1, 1], vertical_alignment="bottom")
+def _verify(opened: Catalog, advice: Advice, name: str, trained: dict[str, Plan], view: View) -> None:
+    """A button that saves the recipe and queues the runs that test it, with the settings of a run."""
+    columns = st.columns([3, 3, 1, 1, 1], vertical_alignment="bottom")
+    labels = labels_of(opened)
     name = columns[0].text_input("Name of the recipe", name, max_chars=64, key="advise_name").strip()
-    seeds = columns[1].number_input("Seeds", 1, 100, 3, key="advise_seeds")
-    iterations = columns[2].number_input("Iterations", 2, 10**6, 200, key="advise_iterations")
+    run_id = columns[1].selectbox(
+        "Settings of", list(trained), key="advise_run", format_func=lambda run: labels.get(run, run)
+    )
+    seeds = columns[2].number_input("Seeds", 1, 100, 3, key="advise_seeds")
+    iterations = columns[3].number_input("Iterations", 2, 10**6, 200, key="advise_iterations")
     help = "Saves the recipe and trains bf16, the best single format with at most as many bits, and the recipe"
-    if not columns[3].button("Verify", icon=":material/fact_check:", help=help, width="stretch"):
+    if not columns[4].button("Verify", icon=":material/fact_check:", help=help, width="stretch"):
         return
     root = opened.root
     try:
         path = saved_recipes.path_of(root, name)
-        runs = verification(opened, advice, str(path), int(seeds), int(iterations))
+        config = replace(trained[run_id].config, recipe=BF16)
+        runs = verification(config, advice, str(path), int(seeds), int(iterations))
         saved_recipes.save(path, to_toml(advice.recipe(name)))
         queue_verification(root, runs, name)
     except FAILED as error:

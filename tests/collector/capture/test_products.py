@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pandas as pd
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,8 +16,7 @@ from binade.app.measures.map_measure import CellQuery
 from binade.app.measures.values import computed
 from binade.app.questions.map.compute import cells
 from binade.collector import coverage, instrument
-from binade.collector.advice.advice import AdviceRequest, advise
-from binade.collector.advice.costs import operands_of, with_effects
+from binade.collector.advice.advice import AdviceRequest, Operands, advise
 from binade.collector.capture.adapters.layer import InstrumentError
 from binade.collector.recipes.files import from_toml, to_toml
 from binade.collector.recipes.parse import parse_recipe
@@ -335,14 +333,13 @@ def test_the_map_and_the_advice_know_products(tmp_path):
         with instrument(model := Decoder(), "bf16", recorder, products=GATED, backend="torch"):
             logits = model(torch.randn(2, LENGTH, HEADS * DIM, generator=torch.Generator().manual_seed(2)))
             logits.square().mean().backward()
-    effects = pd.DataFrame([effect("mxfp4", EffectGroup("product"), [0.1, 0.2])])
+    operands = [Operands("product", layer, "mixer", 64, 64) for layer in (1, 2)]
+    effects = [effect("mxfp4", EffectGroup("product"), [0.1, 0.2])]
     with Catalog.open(tmp_path) as catalog:
         where, by = Filter(module=("mixer", "mixer.1")), ["gemm", "product", "tensor", "layer_index"]
         recorded = cells("sqnr_db", CellQuery(catalog, where, "mxfp4")).set_index(by)["value"]
         from_values = computed("sqnr_db", CellQuery(catalog, where, "mxfp4"))[0].set_index(by)["value"]
-        measured = with_effects(operands_of(catalog, parts=("product",)), effects, "site")
-        assert measured
-        recipe = advise(measured, AdviceRequest(6)).recipe("mine")
+    recipe = advise("run", operands, effects, AdviceRequest(6)).recipe("mine")
     assert len(recorded) == 3 * 2 * 2 * 2  # GEMMs, operands, products, layers
     assert from_values.to_dict() == pytest.approx(recorded.to_dict())
     assert recipe.product.formats.quantized and recipe.describe().startswith("linear bf16, qk bf16, pv bf16, product ")
