@@ -204,6 +204,7 @@ class Products:
                     part.call.rounding.check_differentiable()
                 with computing, torch.no_grad():
                     return backward(each, orientation, given, compute)
+        self.unseen.backward(kept[0].shape.weight, name, given.left, given.right)
         return None
 
     def _warn_of_forgotten(self) -> None:

@@ -34,6 +34,7 @@ class Unseen:
         self.ran: dict[nn.Module, None] = {}
         self.products: dict[nn.Module, str] = {}
         self.named: set[nn.Module] = set()
+        self.warned_of_backward = False
 
     def expect(self, owner: Owner) -> None:
         """A weight whose products are to be seen."""
@@ -61,6 +62,18 @@ class Unseen:
         else:
             what = f"multiplies by {self._weight(*match.held.owners[0])} ({name}), which is not seen"
         self.products.setdefault(module, what)
+
+    def backward(self, weight: MatchedWeight | None, name: str, left: Tensor, right: Tensor) -> None:
+        """A product in the backward pass of this weight's product that is not a GEMM of it, as an autograd function may
+        compute."""
+        if weight is None or self.warned_of_backward or not left.is_floating_point() or left.shape[-1] < 2:
+            return
+        self.warned_of_backward = True
+        self.show(
+            f"the backward pass of a product by {self._weight(*weight.held.owners[0])} multiplies {list(left.shape)} "
+            f"by {list(right.shape)} ({name}), which is neither its dgrad nor its wgrad: such products are neither "
+            "rounded nor recorded"
+        )
 
     def ends(self) -> None:
         """A forward pass is complete."""

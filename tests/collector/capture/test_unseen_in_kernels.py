@@ -124,6 +124,36 @@ def test_what_is_left_out_is_not_named() -> None:
         model(X)
 
 
+def by_batches(x: Tensor, weight: Tensor) -> Tensor:
+    """Sums the weight's gradient over batches, each in a product of its own."""
+
+    class Summing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            ctx.save_for_backward(x, weight)
+            return x @ weight
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+            x, weight = ctx.saved_tensors
+            x, grads = (each.unflatten(0, (2, -1)) for each in (x, grad))
+            return grad @ weight.t(), torch.bmm(x.mT, grads).sum(0)
+
+    return Summing.apply(x, weight)
+
+
+def test_a_product_of_a_backward_pass_that_is_not_known_is_named_once() -> None:
+    model = Own(by_batches)
+    with instrument(model, "mxfp8", products="kernel"):
+        with pytest.warns(
+            UserWarning, match=r"product by weight multiplies \[2, 16, 4\] by \[2, 4, 16\] \(bmm\), which"
+        ):
+            model(X).sum().backward()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model(X).sum().backward()
+
+
 class Other(nn.Module):
     """What multiplies, and is no linear layer: embeddings, a convolution, rotary angles, integers, and attention by
     torch's kernel (its mask, which has a gradient, makes that multiply in bmm), or written out."""
