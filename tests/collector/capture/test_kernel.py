@@ -4,6 +4,7 @@ against plain modules where the adapters refuse a model.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -298,3 +300,24 @@ def test_as_a_plain_product(tmp_path: Path, block: type[nn.Module], recipe: str)
     assert_same(adapters, kernel)
     with pytest.raises(InstrumentError, match="no layer to instrument"):
         trained(tmp_path / "refused", block, recipe, squares)
+
+
+SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "intermediate_size": 64, "vocab_size": 64}
+FAMILIES = {"Llama": {}, "Mixtral": {"num_local_experts": 4, "num_key_value_heads": 2}, "GPT2": {}, "Bert": {}}
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_of_transformers_as_with_the_adapters(family: str, attention: str) -> None:
+    def gradients(products: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        options = SIZES | FAMILIES[family] | {"attn_implementation": attention}
+        model = getattr(transformers, f"{family}Model")(getattr(transformers, f"{family}Config")(**options))
+        with instrument(model, "FA_linear_mxfp8", products=products):
+            y = model(torch.arange(32).view(2, 16)).last_hidden_state
+            y.square().mean().backward()
+        return [y.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*neither rounded nor recorded.*")
+        assert same(gradients({}), gradients("kernel"))
