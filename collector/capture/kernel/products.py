@@ -254,7 +254,9 @@ class Products:
             lead = _leading_axes(x, frame)
             parts = tuple(replace(part, call=replace(part.call, tap=_shaped(part.call, lead))) for part in parts)
         of_weight, of_x = (given.left, given.right) if second_left else (given.right, given.left)
-        self._keep(KeptProduct(shape, batch, parts, of_x.requires_grad), of_x.requires_grad or of_weight.requires_grad)
+        trains = match is not None and match.held.trains
+        with_dgrad = of_x.requires_grad or (trains and any(x.requires_grad for x in tensors_in(frame and frame.given)))
+        self._keep(KeptProduct(shape, batch, parts, with_dgrad), with_dgrad or of_weight.requires_grad or trains)
         late = frame.results if frame and _adds_bias_later(frame.module, given, match) else None
         with computing, torch.no_grad():
             return forward(given, second_left, batch, parts, compute, late)

@@ -32,10 +32,14 @@ Owner = tuple[nn.Module, str]  # a module, and the name that the weight has in i
 
 @dataclass(frozen=True)
 class HeldWeight:
-    """A weight as the model holds it now, and the modules that own it, more than one if they share it."""
+    """A weight as the model holds it now, and the modules that own it, more than one if they share it.
+
+    trains   whether it is the local part of a DTensor that needs a gradient, which it does not know itself
+    """
 
     ref: weakref.ref[Tensor]
     owners: tuple[Owner, ...]
+    trains: bool = False
 
     @property
     def is_stack(self) -> bool:
@@ -98,7 +102,7 @@ class ModelWeights:
             if (module, name) not in owners:
                 owners = (*owners, (module, name))
                 self.by_parameter[id(weight)] = HeldWeight(weakref.ref(weight), owners)
-            held = HeldWeight(weakref.ref(local), owners)
+            held = HeldWeight(weakref.ref(local), owners, local is not weight and weight.requires_grad)
             self.last[module, name] = held, at
             self._hold(held)
 

@@ -5,7 +5,7 @@ against plain modules where the adapters refuse a model.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from binade.collector import instrument
@@ -321,3 +324,30 @@ def test_models_of_transformers_as_with_the_adapters(family: str, attention: str
     with warnings.catch_warnings():
         warnings.filterwarnings("error", ".*neither rounded nor recorded.*")
         assert same(gradients({}), gradients("kernel"))
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", ["tensor parallel", "fully sharded"])
+def test_distributed_layers_as_plain_ones(mesh: DeviceMesh, kind: str) -> None:
+    """A mesh of one rank: all products have DTensors or gathered weights, and whole operands."""
+
+    def gradients(distribute: bool, **options: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Stack(Block)
+        for block in model.layers if distribute else ():
+            if kind == "tensor parallel":
+                parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            else:
+                fully_shard(block, mesh=mesh)
+        with instrument(model, "mxfp8", **options):
+            squares(model, 0).backward()
+        found: list[Any] = [p.grad for p in model.parameters()]
+        return [x.full_tensor() if distribute else x for x in found]
+
+    assert same(gradients(False), gradients(True, products="kernel"))
