@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -112,12 +112,14 @@ def instrument(
     models = [model] if isinstance(model, nn.Module) else list(model)
     attention = quantizes_attention(recipe)
     quantizes = recipe.kv_cache is not None or any(part != Part() for part in recipe.every_part())
-    in_kernels = products == "kernel"
+    in_kernels, show = products == "kernel", _show(recorder) if recorder or quantizes else lambda _: None
     options: dict[str, Any] = {"exclude": exclude, "head": head, "cores": cores}
     options["products"] = {} if in_kernels else products
     options["attention"] = attention
     surveys = [
-        find(model, partial(seen_in_kernels, model, attention), **options) if in_kernels else find(model, **options)
+        find(model, partial(seen_in_kernels, model, attention, show), **options)
+        if in_kernels
+        else find(model, **options)
         for model in models
     ]
     layers = [layer for survey in surveys for layer in survey.layers]
@@ -277,14 +279,19 @@ def _check_dtypes(stages: Stages, recorded: Collection[Site]) -> None:
 
 def _first_pass(model: nn.Module, survey: Survey, attention: bool, recorder: Recorder | None) -> FirstPass | None:
     """What watches the first pass; None for our own models, all of whose products are known."""
+    return FirstPass(model, survey.layers, survey.left, attention, _show(recorder)) if survey.watched else None
 
-    def warn(text: str) -> None:
+
+def _show(recorder: Recorder | None) -> Callable[[str], None]:
+    """Warns of what a pass shows, and notes it in the run."""
+
+    def show(text: str) -> None:
         warnings.warn(text, stacklevel=2)
         if recorder:
             findings = [Finding(recorder.iteration, text, "")]
             recorder.report(lambda: findings)
 
-    return FirstPass(model, survey.layers, survey.left, attention, warn) if survey.watched else None
+    return show
 
 
 @dataclass(frozen=True)

@@ -45,13 +45,14 @@ class _Computing(threading.local):
 
 
 computing = _Computing()
+in_kernel = _Computing()  # while a kernel runs that a transform of torch.func called: its own stack is empty then
 INTERCEPTED = "intercepted"  # the name of functions that run a method under an Interception
 
 
 def transformed() -> bool:
     """Whether a transform of torch.func (vmap, grad, jvp) is running: its tensors have no values to record, and their
     products no backward GEMMs to round."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return torch._C._functorch.peek_interpreter_stack() is not None or in_kernel.depth > 0
 
 
 def applying_function() -> bool:

@@ -144,6 +144,8 @@ def is_view(x: Tensor, of: Tensor) -> bool:
     """Whether x has its values in the same memory."""
     if multiplies_itself(x) or multiplies_itself(of):  # which have no memory of their own
         return False
+    if not (torch._C._has_storage(x) and torch._C._has_storage(of)):  # in a transform of torch.func
+        return x is of
     return bool(x.untyped_storage()._cdata == of.untyped_storage()._cdata)  # some devices have no pointer to the data
 
 

@@ -70,7 +70,8 @@ def forward(
     else:
         ys = []
         for part, tap in zip(parts, shown, strict=True):
-            cached, call = replace(part.call, tap=tap).cached(_matrix(part.of(x, batch, False), batch, False))
+            shown_call = part.call if tap is part.call.tap else replace(part.call, tap=tap)
+            cached, call = shown_call.cached(_matrix(part.of(x, batch, False), batch, False))
             b = _matrix(part.of(weight, batch, True), batch, True)
             ys.append(gemm.forward(cached, b, call.rounding, transpose_b=True, tap=call.tap))
         y = _joined(ys, parts, batch, (*x.shape[:-1], weight.shape[-2]))

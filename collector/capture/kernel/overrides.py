@@ -18,6 +18,7 @@ from binade.collector.capture.adapters.layer import Detach, InstrumentError
 from binade.collector.capture.adapters.products import computing
 
 GEMMS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
+VECTOR = "mv"  # a product that is only noticed
 SDPA = "scaled_dot_product_attention"
 Compute = Callable[[], Tensor]
 
@@ -68,7 +69,7 @@ def _replace() -> Any:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel.*")
         for device in ("CPU", "CUDA") if torch.cuda.is_available() else ("CPU",):
-            for name in GEMMS:
+            for name in (*GEMMS, VECTOR):
                 library.impl(name, _gemm(name, device), device, **options)
         library.impl(SDPA, _attention(), "CompositeImplicitAutograd", **options)
     return library
@@ -78,11 +79,15 @@ def _gemm(name: str, device: str) -> Callable[..., Tensor]:
     kernel: Any = torch.library.get_kernel(f"aten::{name}", device)
 
     def gemm(keys: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if computing.depth:
+            own: Tensor = kernel.call_boxed(keys, *args, **kwargs)
+            return own
+
         def compute() -> Tensor:
             result: Tensor = kernel.call_boxed(keys, *args, **kwargs)
             return result
 
-        for watcher in () if computing.depth else _watchers:
+        for watcher in _watchers:
             result = watcher.product(name, args, kwargs, compute)
             if result is not None:
                 return result
@@ -99,7 +104,8 @@ def _attention() -> Callable[..., Tensor]:
             result = watcher.attention(args, kwargs)
             if result is not None:
                 return result
-        own: Tensor = kernel.call_boxed(keys, *args, **kwargs)
+        with computing:  # its own products are no product with a weight
+            own: Tensor = kernel.call_boxed(keys, *args, **kwargs)
         return own
 
     return attention

@@ -11,9 +11,10 @@ of a call that is neither rounded nor recorded, and its backward pass is torch's
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,20 +28,20 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from binade.collector.capture.adapters.attention import attend
 from binade.collector.capture.adapters.dtensor import core_on_parts, is_dtensor
 from binade.collector.capture.adapters.layer import Detach, InstrumentError, Layer, distinct
-from binade.collector.capture.adapters.products import applying_function, computing, tensors_in, transformed
+from binade.collector.capture.adapters.products import applying_function, computing, in_kernel, tensors_in, transformed
 from binade.collector.capture.adapters.torch_modules import NOT_PRODUCTS, own_layers, own_shapes
 from binade.collector.capture.adapters.towers import placed
 from binade.collector.capture.adapters.weights import OwnProducts, is_linear
 from binade.collector.capture.clock import backward_pass, repeated_frame
 from binade.collector.capture.kernel.gemms import KeptProduct, PartialCall, backward, forward
 from binade.collector.capture.kernel.operands import BatchAxis, KernelOperands, Orientation, ProductShape
-from binade.collector.capture.kernel.overrides import Compute, watch
+from binade.collector.capture.kernel.overrides import VECTOR, Compute, watch
+from binade.collector.capture.kernel.unseen import Unseen, in_function, in_transform
 from binade.collector.capture.kernel.weights import MatchedWeight, ModelWeights
 from binade.collector.capture.survey import ModuleHook, Survey
 from binade.collector.models.attention import CoreBegin
 from binade.collector.models.parallel import STACKED, Begin, Call
 from binade.data.tensor_kinds import Gemm
-from binade.data.text import and_more
 from binade.quant.gemm import Observed, Tap
 from binade.quant.memory import is_ordinary
 
@@ -52,14 +53,14 @@ KEPT = 1 << 16  # calls whose backward pass may come
 
 @dataclass(frozen=True)
 class RunningModule:
-    """A module that runs, the tensors that it got, and the backward pass in which it does; -1 outside of one.
+    """A module that runs, what it got, and the backward pass in which it does; -1 outside of one.
 
     plain     whether its products are left as they are, because a transform of torch.func runs it
     results   taps of products that wait for the module's result, because a bias is added to theirs
     """
 
     module: nn.Module
-    inputs: tuple[Tensor, ...]
+    given: object
     task: int
     plain: bool = False
     results: list[Tap] = field(default_factory=list)
@@ -75,13 +76,13 @@ class _RunningModules(threading.local):
 class Products:
     """Sees the products of one model: those with weights of layers, and the attention of cores."""
 
-    def __init__(self, model: nn.Module, rounds_attention: bool) -> None:
-        self.model, self.rounds_attention = model, rounds_attention
+    def __init__(self, model: nn.Module, rounds_attention: bool, unseen: Unseen) -> None:
+        self.model, self.rounds_attention, self.unseen = model, rounds_attention, unseen
         self.begins: dict[tuple[nn.Module, str], dict[int, Begin]] = {}
         self.cores: dict[nn.Module, CoreBegin] = {}
         self.running, self.kept = _RunningModules(), dict[int, list[KeptProduct]]()
         self.count, self.stepped = 0, False
-        self.expected, self.ran = dict[nn.Module, str](), dict[nn.Module, None]()
+        self.forgotten: set[int] | None = set()  # sequence numbers; None once that was said
         self.weights = ModelWeights(nn.Module())
         self.undo = ExitStack()
 
@@ -95,8 +96,7 @@ class Products:
             self.cores[layer.module] = begin
         else:
             self.begins.setdefault(key, {})[int(expert or 0)] = begin
-            if is_linear(layer.module) and not layer.part:
-                self.expected[layer.module] = layer.name
+            self.unseen.expect(key)
 
         def detach() -> None:
             if layer.is_core:
@@ -130,13 +130,14 @@ class Products:
         frames, task = self.running.frames, backward_pass()
         if self.stepped and not frames and task == -1:
             self.stepped, self.count = False, 0
+            self.forgotten = None if self.forgotten is None else set(self.kept)
             self.kept.clear()
         self.weights.hold(module)
-        if in_transform := transformed():
+        if plain := transformed():
             self._refuse_transform(module)
-        if module in self.expected and not in_transform:
-            self.ran[module] = None
-        frames.append(RunningModule(module, tuple(tensors_in((args, kwargs))), task, in_transform))
+        else:
+            self.unseen.begins(module)
+        frames.append(RunningModule(module, (args, kwargs), task, plain))
 
     def _refuse_transform(self, module: nn.Module) -> None:
         """Raises InstrumentError for products of a module that would be rounded, and warns if they are not recorded."""
@@ -152,24 +153,13 @@ class Products:
         while frames:
             frame = frames.pop()
             if frame.module is module:
-                y: Any = next(tensors_in((result,)), None)
-                with computing:
-                    for tap in frame.results:
+                for tap in frame.results:
+                    y: Any = next(tensors_in((result,)), None)
+                    with computing:
                         tap(Observed("y", y.detach()))
                 break
-        if self.ran and not frames:
-            self._warn_of_unseen()
-
-    def _warn_of_unseen(self) -> None:
-        """Name the linear layers that ran for the first time, and whose products were not recognized."""
-        names = [self.expected.pop(module) for module in self.ran if module in self.expected]
-        self.ran.clear()
-        if names:
-            warnings.warn(
-                f"{names[0] or 'the model'}{and_more(names)} ran, and no product with its weight was recognized: it is "
-                "neither rounded nor recorded",
-                stacklevel=2,
-            )
+        if not frames and (result is not None or not sys.exc_info()[0]):
+            self.unseen.ends()
 
     def attention(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         """F.scaled_dot_product_attention in a core, as its two calls say; None where they are plain, or elsewhere."""
@@ -195,11 +185,17 @@ class Products:
             return core_on_parts("", on_parts, *args[:3])
 
     def product(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], compute: Compute) -> Tensor | None:
-        given, node = KernelOperands.of(name, args, kwargs), torch._C._current_autograd_node()
+        node = torch._C._current_autograd_node()
         if node is None or self._is_forward(node):
             # What no module computes is of the training loop, or measures.
-            return self._forward(given, compute) if node or self.running.frames else None
-        kept, batched = self.kept.get(node._sequence_nr(), ()), node.name() in BATCHED_NODES
+            return self._forward(name, args, kwargs, compute) if node or self.running.frames else None
+        number, batched = node._sequence_nr(), node.name() in BATCHED_NODES
+        kept = self.kept.get(number)
+        if kept is None:
+            if self.forgotten and number in self.forgotten:
+                self._warn_of_forgotten()
+            return None
+        given = KernelOperands.of(name, args, kwargs)
         known = ((each, each.shape.backward(given, self.weights)) for each in kept)
         alike = ((each, each.shape.backward_alike(given, batched)) for each in reversed(kept))
         for each, orientation in chain(known, alike):
@@ -208,7 +204,16 @@ class Products:
                     part.call.rounding.check_differentiable()
                 with computing, torch.no_grad():
                     return backward(each, orientation, given, compute)
+        self.unseen.backward(kept[0].shape.weight, name, given.left, given.right)
         return None
+
+    def _warn_of_forgotten(self) -> None:
+        self.forgotten = None
+        warnings.warn(
+            "a backward pass came after the forward pass that followed an optimizer's step, or after "
+            f"{KEPT:,} calls: its products are neither rounded nor recorded with products='kernel'",
+            stacklevel=2,
+        )
 
     def _is_forward(self, node: Any) -> bool:
         """Whether a kernel that this node of autograd calls belongs to a forward pass that is computed again."""
@@ -217,26 +222,41 @@ class Products:
             return True
         return torch.is_grad_enabled() and (node.name() not in OWN_NODES or repeated_frame() is not None)
 
-    def _forward(self, given: KernelOperands, compute: Compute) -> Tensor | None:
+    def _forward(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], compute: Compute) -> Tensor | None:
         frame = self.running.frames[-1] if self.running.frames else None
-        found = None if frame and frame.plain else self._weight(given)
+        if frame and frame.plain:
+            return None
+        if name == VECTOR:
+            if frame and (of_vector := self.weights.of(args[0])):
+                self.unseen.product(frame.module, name, args[0], args[1], of_vector)
+            return None
+        given = KernelOperands.of(name, args, kwargs)
+        found = self._weight(given)
         if found is None:
+            if frame and not in_transform():
+                known = self.weights.of(given.right) or self.weights.of(given.left)
+                self.unseen.product(frame.module, name, given.left, given.right, known)
             return None
         second_left, match, begins = found
-        for owner in [owner for owner, _ in match.held.owners] if match else [frame.module] if frame else []:
-            self.expected.pop(owner, None)
+        self.unseen.seen(match.held.owners if match else [(frame.module, "weight")] if frame else [])
+        if in_transform():
+            with in_kernel:
+                for begin in begins.values():
+                    begin()
+            return None
         batch, first = _batch(given, second_left, match)
         parts = _begun(given, second_left, batch, begins, first)
         if all(part.call.is_plain for part in parts):
             return None
         shape = ProductShape.of(given, second_left, match)
-        x, _ = Orientation(Gemm.FORWARD, second_left).canonical(given)
-        of_expert = match is not None and match.held.is_stack
-        if not of_expert:
+        if any(part.call.tap for part in parts) and not (match and match.held.is_stack):
+            x, _ = Orientation(Gemm.FORWARD, second_left).canonical(given)
             lead = _leading_axes(x, frame)
             parts = tuple(replace(part, call=replace(part.call, tap=_shaped(part.call, lead))) for part in parts)
         of_weight, of_x = (given.left, given.right) if second_left else (given.right, given.left)
-        self._keep(KeptProduct(shape, batch, parts, of_x.requires_grad), of_x.requires_grad or of_weight.requires_grad)
+        trains = match is not None and match.held.trains
+        with_dgrad = of_x.requires_grad or (trains and any(x.requires_grad for x in tensors_in(frame and frame.given)))
+        self._keep(KeptProduct(shape, batch, parts, with_dgrad), with_dgrad or of_weight.requires_grad or trains)
         late = frame.results if frame and _adds_bias_later(frame.module, given, match) else None
         with computing, torch.no_grad():
             return forward(given, second_left, batch, parts, compute, late)
@@ -252,8 +272,12 @@ class Products:
         if frame is None or (frame.module, "weight") not in self.begins or not is_linear(frame.module):
             return None
         module: Any = frame.module
-        computed = tuple(given.right.shape) == (module.in_features, module.out_features)
-        return (False, None, self.begins[frame.module, "weight"]) if computed else None
+        shape, held = (module.out_features, module.in_features), vars(module)["_parameters"].get("weight")
+        if tuple(given.right.mT.shape) != shape:
+            return None
+        if held is not None and held.is_floating_point() and tuple(held.shape) == shape and in_function():
+            return None  # what a function makes of a weight, as those do that round by themselves
+        return False, None, self.begins[frame.module, "weight"]
 
     def _begins_of(self, match: MatchedWeight) -> dict[int, Begin] | None:
         owners = dict(match.held.owners)
@@ -266,7 +290,10 @@ class Products:
         if not (needs_gradient and (torch.is_grad_enabled() or applying_function())):
             return
         if self.count >= KEPT:
-            self.kept.pop(next(iter(self.kept)), None)
+            oldest = next(iter(self.kept))
+            del self.kept[oldest]
+            if self.forgotten is not None and len(self.forgotten) < KEPT:
+                self.forgotten.add(oldest)
         self.kept.setdefault(_sequence_number() - 1, []).append(kept)
         self.count += 1
 
@@ -318,7 +345,7 @@ def _adds_bias_later(module: Any, given: KernelOperands, match: MatchedWeight | 
 
 def _leading_axes(x: Tensor, frame: RunningModule | None) -> tuple[int, ...] | None:
     """The axes in front of the last that the tensor x [..., m, k] has in the model; None for one alone."""
-    candidates: list[Any] = [*(frame.inputs if frame else ()), *((x._base,) if x._base is not None else ())]
+    candidates: list[Any] = [*(tensors_in(frame.given) if frame else ()), *((x._base,) if x._base is not None else ())]
     for whole in candidates:
         local = whole._local_tensor if is_dtensor(whole) else whole
         if local.is_nested or not local.dim():
@@ -345,13 +372,16 @@ def _shaped(call: Call, lead: tuple[int, ...] | None) -> Tap | None:
     return show
 
 
-def seen_in_kernels(model: nn.Module, rounds_attention: bool, survey: Survey) -> Survey:
+def seen_in_kernels(model: nn.Module, rounds_attention: bool, show: Callable[[str], None], survey: Survey) -> Survey:
     """The survey, with layers whose products are seen in kernels where that is possible: not those that are only
-    watched, the models of this package, and attention that is written out. The first pass is not watched.
+    watched, the models of this package, and attention that is written out. The first pass is not watched: show is
+    called with a sentence about what is not seen.
     """
     if not survey.watched:
         return survey
-    products = Products(model, rounds_attention)
+    others = (module for module in model.modules() if isinstance(module, NOT_PRODUCTS))
+    whole = (layer.module for layer in survey.layers if layer.kernels)
+    products = Products(model, rounds_attention, Unseen(model, (*survey.left, *survey.unseen, *others, *whole), show))
     found = [*survey.layers, *placed(dict(model.named_modules()), [*_unnamed(model, survey)])]
     layers = tuple(
         replace(layer, attach=partial(products.attach, layer), exchanges=False, others=())

@@ -32,10 +32,14 @@ Owner = tuple[nn.Module, str]  # a module, and the name that the weight has in i
 
 @dataclass(frozen=True)
 class HeldWeight:
-    """A weight as the model holds it now, and the modules that own it, more than one if they share it."""
+    """A weight as the model holds it now, and the modules that own it, more than one if they share it.
+
+    trains   whether it is the local part of a DTensor that needs a gradient, which it does not know itself
+    """
 
     ref: weakref.ref[Tensor]
     owners: tuple[Owner, ...]
+    trains: bool = False
 
     @property
     def is_stack(self) -> bool:
@@ -82,20 +86,24 @@ class ModelWeights:
     def __init__(self, model: nn.Module) -> None:
         self.by_memory: dict[int, list[HeldWeight]] = {}
         self.by_parameter: dict[int, HeldWeight] = {}
+        self.last: dict[Owner, tuple[HeldWeight, int]] = {}  # with the memory that it had
         for module in model.modules():
             self.hold(module)
 
     def hold(self, module: nn.Module) -> None:
         for name, weight in _weights_of(module):
+            whole: Any = weight
+            local: Tensor = whole._local_tensor if is_dtensor(weight) else weight
+            known, at = self.last.get((module, name)), memory(local)
+            if known is not None and known[0].ref() is local and known[1] == at:
+                continue
             held = self.by_parameter.get(id(weight))
             owners = held.owners if held and held.ref() is weight else ()
             if (module, name) not in owners:
-                held = HeldWeight(weakref.ref(weight), (*owners, (module, name)))
-                self.by_parameter[id(weight)] = held
-            assert held is not None
-            if is_dtensor(weight):
-                local: Any = weight
-                held = HeldWeight(weakref.ref(local._local_tensor), held.owners)
+                owners = (*owners, (module, name))
+                self.by_parameter[id(weight)] = HeldWeight(weakref.ref(weight), owners)
+            held = HeldWeight(weakref.ref(local), owners, local is not weight and weight.requires_grad)
+            self.last[module, name] = held, at
             self._hold(held)
 
     def _hold(self, held: HeldWeight) -> None:

@@ -121,6 +121,7 @@ def train(root: Path, recipe: str, backward: Backward, checkpoints: str) -> tupl
 CHECKPOINTS = ("flat not", "flat reentrant", "nested not not", "nested reentrant not", "nested not reentrant",
                "nested reentrant reentrant")  # fmt: skip
 PARTIAL = (in_parts, without_bubbles)  # which reentrant checkpoints of torch do not support
+REFUSED = r"Checkpointing is not compatible|is incompatible with \.grad\(\)|Failed to run stage backward"  # by torch
 # What is the same, up to the order in which backward passes enter the histories.
 LIKE: dict[Backward, Backward] = {
     after_all_forward_passes: after_all_forward_passes,
@@ -140,7 +141,7 @@ LIKE: dict[Backward, Backward] = {
 )
 def test_a_product_is_counted_once(tmp_path: Path, recipe: str, backward: Backward, checkpoints: str) -> None:
     if backward in PARTIAL and "reentrant" in checkpoints:
-        with pytest.raises(RuntimeError, match="Checkpointing is not compatible"):
+        with pytest.raises(RuntimeError, match=REFUSED):
             train(tmp_path, recipe, backward, checkpoints)
         return
     absmax, histories, weights = train(tmp_path / "plain", recipe, LIKE.get(backward, one_after_the_other), "")

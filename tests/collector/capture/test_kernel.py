@@ -4,7 +4,8 @@ against plain modules where the adapters refuse a model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,11 @@ import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+import transformers
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from binade.collector import instrument
@@ -220,14 +225,16 @@ def trained(root: Path, block: type[nn.Module], recipe: str, loss: Loss, **optio
     return results, rows(root)
 
 
-def test_a_linear_layer_whose_product_is_not_recognized_is_named() -> None:
+def test_a_linear_layer_whose_product_is_not_seen_is_named() -> None:
     class Vector(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return torch.mv(self.weight, x)
 
     model = nn.Sequential(Vector(WIDTH, WIDTH), Vector(WIDTH, WIDTH))
     with instrument(model, "mxfp8", products="kernel"):
-        with pytest.warns(UserWarning, match="0 and 1 more ran, and no product with its weight was recognized"):
+        with pytest.warns(
+            UserWarning, match=r"0 multiplies by 0.weight \(mv\).* \(so does 1 more module\); 0.weight and 1 more took"
+        ):
             model(torch.randn(WIDTH))
         with pytest.raises(InstrumentError, match="already instrumented"):
             instrument(model, "mxfp8").__enter__()
@@ -296,3 +303,51 @@ def test_as_a_plain_product(tmp_path: Path, block: type[nn.Module], recipe: str)
     assert_same(adapters, kernel)
     with pytest.raises(InstrumentError, match="no layer to instrument"):
         trained(tmp_path / "refused", block, recipe, squares)
+
+
+SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "intermediate_size": 64, "vocab_size": 64}
+FAMILIES = {"Llama": {}, "Mixtral": {"num_local_experts": 4, "num_key_value_heads": 2}, "GPT2": {}, "Bert": {}}
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_of_transformers_as_with_the_adapters(family: str, attention: str) -> None:
+    def gradients(products: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        options = SIZES | FAMILIES[family] | {"attn_implementation": attention}
+        model = getattr(transformers, f"{family}Model")(getattr(transformers, f"{family}Config")(**options))
+        with instrument(model, "FA_linear_mxfp8", products=products):
+            y = model(torch.arange(32).view(2, 16)).last_hidden_state
+            y.square().mean().backward()
+        return [y.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*neither rounded nor recorded.*")
+        assert same(gradients({}), gradients("kernel"))
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", ["tensor parallel", "fully sharded"])
+def test_distributed_layers_as_plain_ones(mesh: DeviceMesh, kind: str) -> None:
+    """A mesh of one rank: all products have DTensors or gathered weights, and whole operands."""
+
+    def gradients(distribute: bool, **options: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Stack(Block)
+        for block in model.layers if distribute else ():
+            if kind == "tensor parallel":
+                parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            else:
+                fully_shard(block, mesh=mesh)
+        with instrument(model, "mxfp8", **options):
+            squares(model, 0).backward()
+        found: list[Any] = [p.grad for p in model.parameters()]
+        return [x.full_tensor() if distribute else x for x in found]
+
+    assert same(gradients(False), gradients(True, products="kernel"))
