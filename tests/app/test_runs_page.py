@@ -54,7 +54,7 @@ def test_branches_are_listed_and_compared_on_held_out_sequences(visit: Callable[
     assert not visit(tmp_path, "runs").exception
     page = visit(tmp_path, "runs", view="recipes")
     (row,) = next(each.value for each in page.dataframe if "held_out" in each.value).to_dict("records")
-    assert row["first"] == pytest.approx(0.25) and row["held_out"] == pytest.approx(0.25 * 1.035)
+    assert row["gap"] == pytest.approx(0.25) and row["held_out"] == pytest.approx(0.25 * 1.035)
     assert row["held_out_at"].startswith("4 iterations (5,000 tokens")
     shown = " ".join(str(each.value) for each in (*page.markdown, *page.caption, *page.info))
     said = shown.replace("\\", "")

@@ -13,7 +13,7 @@ from binade.app.figure import Drawn, Figure
 from binade.app.params import AnyText, Known, One
 from binade.app.questions.question import Question
 from binade.app.questions.runs import charts
-from binade.app.questions.runs.groups import MOST_LINES, Line, compared_runs, groups_of, lines_of, over_seeds
+from binade.app.questions.runs.groups import MOST_LINES, Line, compared_runs, groups_of, left_at, lines_of, over_seeds
 from binade.app.questions.shared.labels import thinned, thinned_note
 from binade.app.questions.shared.runs import matching
 from binade.app.questions.shared.scope import Scope
@@ -139,8 +139,7 @@ def _diverged(compared: Comparison, lines: Iterable[Line]) -> dict[str, tuple[in
 
 def _left(compared: Comparison, lines: Iterable[Line]) -> dict[str, int]:
     """By line that is a whole recipe: the iteration at which it leaves bf16."""
-    of_run = {run: recipe.run_id for recipe in compared.recipes for run in recipe.runs}
-    found = {line.name: compared.left.get(of_run.get(line.runs[-1], "")) for line in lines if len(line.runs) > 1}
+    found = {line.name: left_at(compared, (*line.runs, *line.short)) for line in lines}
     return {name: at for name, at in found.items() if at is not None}
 
 
