@@ -9,11 +9,12 @@ import pytest
 import torch
 from scipy import stats
 
-from binade.app.figure import Table
+from binade.app.figure import Table, Text
 from binade.app.questions.runs.table import data_of
 from binade.app.view import View
 from binade.data.catalog import Catalog
 from binade.data.events import Event, EventKind, append_event
+from binade.data.experiment import EXPERIMENT
 from binade.data.runs import RunWriter, now
 from tests.app.test_pages import Visit, words
 from tests.data.builder import make_run
@@ -127,3 +128,27 @@ def test_the_first_nan_of_a_run_without_tensors_has_a_page(tmp_path: Path, visit
     assert not drawn.problems and "Iteration 3: fc1 forward: NaN" in str(drawn.verdict)
     page = visit(tmp_path, "runs", view="provenance", run=run.run_id)
     assert not page.exception and "Iteration 3: fc1 forward: NaN" in words(page)
+
+
+def test_a_measurement_is_a_row_that_opens_what_rounding_costs(tmp_path: Path, visit: Visit) -> None:
+    run = make_run(tmp_path, kind=EXPERIMENT, recipe=None)
+    with Catalog.open(tmp_path) as opened:
+        data = data_of(opened, opened.runs(damaged=True))
+        (row,) = [group for workload in data["workloads"] for group in workload["groups"]]
+        drawn = View("runs", {"chosen": [row["id"]]}).draw(opened)
+    assert row["name"] == f"Loss · llama32-1b · {run.run_id}"
+    assert (row["link"]["view"], row["link"]["measured"]) == ("cost", run.run_id)
+    page = visit(tmp_path, "runs", chosen=row["id"])
+    assert "The chosen rows have no losses." in words(page) and not page.exception
+    assert [item.text for item in drawn.items if isinstance(item, Text)] == ["The chosen rows have no losses."]
+
+
+def test_the_line_of_what_was_used_and_the_swatches_follow_the_chosen_rows(tmp_path: Path, visit: Visit) -> None:
+    for recipe, gap in (("bf16", 0.0), ("mxfp4", 0.5), ("mxfp8", 0.2)):
+        for seed in (1, 2):
+            train(tmp_path, recipe, seed, gap)
+    with Catalog.open(tmp_path) as opened:
+        chosen = group_of(opened, "mxfp4")["id"]
+    for query, said in (({}, "3 lines · 6 runs"), ({"chosen": chosen}, "2 lines · 4 of 6 runs")):
+        page = visit(tmp_path, "runs", **query)
+        assert [each.value for each in page.caption if said in each.value]

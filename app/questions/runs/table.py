@@ -11,6 +11,7 @@ from typing import Any
 
 import pandas as pd
 
+from binade.app.questions.cost.compute import titles
 from binade.app.questions.runs.groups import Records, RunGroup, compared_runs, groups_of, left_at, whole
 from binade.app.questions.shared.runs import every_run
 from binade.data.catalog import Catalog
@@ -52,14 +53,14 @@ COLUMNS = {
     "state": RunColumn("State", "How the runs ended", always=True),
     "event": RunColumn("First event", f"The first NaN, where it diverged ({DEFINITION}), where it ended early, or "
                          "where the recipe leaves bf16; a link to the first NaN or to Difference"),
-    "course": RunColumn("Loss", "Of the run, or of the newest run of the group"),
-    "loss": RunColumn("Last loss", "The last finite one; of a group the mean over the seeds that trained longest, if "
-                        "all are finite. In nats per token unless its unit says otherwise", number=True, always=True),
     "gap": RunColumn("Gap to bf16", "Mean loss minus that of the bf16 run on the same data, over the iterations that "
                        "both have, in nats per token; of a group the mean over seeds, of the newest run of each, if "
                        "none lost its loss for good", number=True, always=True),
     "interval": RunColumn("95% interval", "Of the mean gap, over seeds (Student’s t)", number=True),
+    "loss": RunColumn("Last loss", "The last finite one; of a group the mean over the seeds that trained longest, if "
+                        "all are finite. In nats per token unless its unit says otherwise", number=True, always=True),
     "iterations": RunColumn("Iterations", "The last one that was trained", number=True),
+    "course": RunColumn("Loss", "Of the run, or of the newest run of the group"),
     "unit": RunColumn("Unit of the loss", "Where it is not nats per token. Such losses are not compared"),
     "branch": RunColumn("Branch of", "The run whose checkpoint it starts from"),
     "started": RunColumn("Started (UTC)", "Of a group, its newest run"),
@@ -71,7 +72,7 @@ COLUMNS = {
     "note": RunColumn("Note"),
     "run": RunColumn("Directory"),
 }  # fmt: skip
-USUAL = ("state", "event", "course", "loss", "gap", "interval", "iterations", "unit", "branch", "started", "note")
+USUAL = ("state", "event", "gap", "interval", "loss", "iterations", "course", "unit", "branch", "started", "note")
 """The columns that are shown by default where they carry information."""
 Cell = list[Any]  # text, what it is sorted by, look, link
 Row = Mapping[str, Any]
@@ -94,6 +95,7 @@ def data_of(opened: Catalog, runs: pd.DataFrame) -> dict[str, Any]:
         event = _event(opened, run_id, run, outcomes.get(run_id), cost, references.get(run_id))
         cells[run_id] = _cells(run_id, run, event, cost, losses.get(run_id, ()), named.get(run_id))
     own = compared.costs[compared.costs["run_id"].isin(cells)]
+    measurements = titles(opened)
     recipes = {run: recipe for recipe in by_recipe(own, compared.table["run_id"].tolist()) for run in recipe.runs}
     seeds = dict(zip(compared.table["run_id"], compared.table["seed"], strict=True))
     workloads: dict[str, list[dict[str, Any]]] = {}
@@ -102,6 +104,8 @@ def data_of(opened: Catalog, runs: pd.DataFrame) -> dict[str, Any]:
         if inside:
             rows = _rows(group, inside, described, named, cells)
             row = _of_group(group, inside, rows, cells)
+            if measurement := measurements.get(inside[-1]):
+                row |= _of_measurement(inside[-1], measurement)
             if len(inside) > 1:
                 recipe = next((recipes[run_id] for run_id in inside if run_id in recipes), None)
                 row["cells"] |= _gap_of(recipe) | _last_loss(inside, losses, seeds)
@@ -293,6 +297,12 @@ def _together(own: Sequence[Mapping[str, Cell]]) -> dict[str, Cell]:
         if len(texts) == 1:
             found[name] = [texts.pop()]
     return found
+
+
+def _of_measurement(run_id: str, title: str) -> dict[str, Any]:
+    """What the row of a run shows that is a measurement and no training: its title, as What rounding costs has it."""
+    link = {"view": "cost", "measured": run_id, "help": f"{title}: open What rounding costs"}
+    return {"name": title, "title": title, "find": title.lower(), "link": link}
 
 
 def _gap_of(recipe: RecipeRuns | None) -> dict[str, Cell]:
