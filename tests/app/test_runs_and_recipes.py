@@ -143,7 +143,7 @@ def test_a_measurement_is_a_row_that_opens_what_rounding_costs(tmp_path: Path, v
     assert [item.text for item in drawn.items if isinstance(item, Text)] == ["The chosen rows have no losses."]
 
 
-def test_the_line_of_what_was_used_and_the_swatches_follow_the_chosen_rows(tmp_path: Path, visit: Visit) -> None:
+def test_the_line_of_what_was_used_is_of_the_chosen_rows(tmp_path: Path, visit: Visit) -> None:
     for recipe, gap in (("bf16", 0.0), ("mxfp4", 0.5), ("mxfp8", 0.2)):
         for seed in (1, 2):
             train(tmp_path, recipe, seed, gap)
