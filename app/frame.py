@@ -105,7 +105,7 @@ def _show_part(part: PagePart, view: View, opened: Catalog) -> None:
             explain_nothing(reading.where)
         else:
             _warn(reading.problems)
-            if not reading.question_of_tensor:
+            if not (reading.question_of_tensor or part.question.says_scope):
                 scope.caption("&nbsp;")  # its line, so that nothing moves once the answer says it
             _say(scope, module.show(opened, view, reading))
     else:

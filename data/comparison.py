@@ -186,7 +186,7 @@ class Comparison:
                 parts |= {"alone": recipe.alone_gap, "added": recipe.added_gap}
             for name, estimate in parts.items():
                 row |= {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
-                row[f"{name}_interval"] = interval_of(estimate) if name == "alone" else _interval(estimate)
+                row[f"{name}_interval"] = (interval_of if name == "alone" else _interval)(estimate) or None
             if recipe.run_id in self.left:
                 at = self.left[recipe.run_id]
                 row["left"] = "no" if at is None else f"at iteration {at}"

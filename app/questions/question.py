@@ -58,6 +58,7 @@ class Question:
     as_used      whether, with these parameters, it can show each operand in the format that its own GEMM used: USED in
                  place of a format
     note         shown above the answer
+    says_scope   whether its layout says what the answer used, and not the frame
     layout       the module whose `show(catalog, view, reading)` shows it, if it is not laid out like the others
     within       the filter that the answer is computed from, with the runs and iterations that are chosen for it: a
                  function of the catalog, the user's filter and the values, see `scope.scoped`. None for a question
@@ -92,6 +93,7 @@ class Question:
     of_values: bool = False
     as_used: Callable[[Mapping[str, Any]], bool] = lambda values: False
     note: str = ""
+    says_scope: bool = False
     layout: str = ""
     within: Callable[[Catalog, Filter, Mapping[str, Any]], Filter] | None = None
 

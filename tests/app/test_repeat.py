@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from binade.app.questions.recipes.page import SEEDS
+from binade.cli import main
 from binade.collector import jobs
 from binade.collector.cli.options import parse
 from binade.collector.errors import ConfigError
@@ -63,6 +64,19 @@ def test_where_runs_cannot_be_repeated_a_line_says_why(visit: Visit, tmp_path: P
     at = visit(tmp_path / "runs", "recipes")
     assert "There is no button that repeats these runs" in words(at) and "was not trained by binade run" in words(at)
     assert not [button for button in at.button if button.key == "repeat"]
+
+
+def test_an_imported_run_leaves_the_button_for_the_others(visit: Visit, collected: Path, tmp_path: Path):
+    root = roots.copy(collected, tmp_path / "runs")
+    runs = described(root)
+    like = next(run_id for run_id, config in runs.items() if config["recipe"] == "bf16")
+    log = tmp_path / "megatron.csv"
+    log.write_text("step,loss\n" + "".join(f"{step},{5 - step / 10}\n" for step in range(6)))
+    assert main(["import", "--recipe=nvfp4", f"--like={like}", f"--tensor-save-dir={root}", str(log)]) == 0
+    at = visit(root, "recipes")
+    shown = next(code.value for code in at.code if "--tensor-save-dir" in code.value)
+    queued = {each.recipe for line in shown.splitlines() for each in parse(shlex.split(line)[1:]).runs}
+    assert queued == {config["recipe"] for config in runs.values()} and "no button" not in words(at)
 
 
 @pytest.mark.thorough

@@ -12,7 +12,7 @@ from binade.app.figure import Column, Drawn, Figure, Item, Table
 from binade.app.params import Whole, known_run
 from binade.app.questions.provenance import charts, compute
 from binade.app.questions.question import Question
-from binade.app.questions.shared.runs import labels_of
+from binade.app.questions.shared.runs import labels_of, matching
 from binade.app.questions.shared.scope import Scope
 from binade.app.questions.shared.selection import Selection
 from binade.app.style import MEASURES
@@ -41,8 +41,9 @@ OPERANDS = {
 
 
 def _found(selection: Selection) -> dict[str, list[Event]]:
-    allowed = selection.opened.distinct(("run_id",), selection.where)["run_id"]
-    wanted = set(selection.where.run_id or allowed)
+    wanted = set(
+        selection.where.run_id or matching(selection.opened, selection.where, selection.opened.runs())["run_id"]
+    )
     return {run: events for run, events in compute.runs_with_events(selection.opened).items() if run in wanted}
 
 
@@ -115,4 +116,5 @@ PROVENANCE = Question(
     narrow=_controls,
     draw=draw,
     of_runs=True,
+    empty=True,  # a run without tensors has events, too
 )

@@ -103,12 +103,28 @@ def _further_seeds(opened: Catalog, table: pd.DataFrame) -> Missing:
     run_ids = with_one_seed(table)
     if not run_ids:
         return Missing(())
+    originals, refused = _repeatable(opened, table, run_ids)
+    if not originals:
+        return Missing((), refused=refused)
     try:
-        originals = [_config_of(opened, run_id) for run_id in run_ids]
         plans = opened.kept(("further seeds", *run_ids), lambda: jobs.with_further_seeds(originals, SEEDS))
     except ConfigError as error:
         return Missing((), refused=str(error))
     return Missing(tuple(plans), f"{SEEDS} seeds of what has one tell gaps from chance")
+
+
+def _repeatable(opened: Catalog, table: pd.DataFrame, run_ids: list[str]) -> tuple[list[RunConfig], str]:
+    """(the configurations of the runs that can be trained again, and whose reference can be; why another cannot)."""
+    configs, refused = {}, ""
+    for run_id in run_ids:
+        try:
+            configs[run_id] = _config_of(opened, run_id)
+        except ConfigError as error:
+            refused = refused or str(error)
+    reference = {run: ids[0] for run, ids in zip(table["run_id"], table["references"], strict=True) if ids}
+    kept = [run_id for run_id in configs if reference.get(run_id, run_id) in configs]
+    compared = any(reference.get(run_id, run_id) != run_id for run_id in kept)
+    return ([configs[run_id] for run_id in kept] if compared else []), refused
 
 
 def _other_bits(opened: Catalog, table: pd.DataFrame) -> Missing:

@@ -239,7 +239,7 @@ def cost(opened: Catalog, where: Filter, table: pd.DataFrame, base: str = BF16) 
     look = dict(zip(table["run_id"], table["look"], strict=True))
     looks = {recipe.label: look[recipe.runs[0]] for recipe in recipes}
     configs = opened.runs().set_index("run_id")["config"]
-    chart = charts.costs(bars, "mean over the iterations that both runs have, and over seeds", looks, base)
+    chart = charts.costs(bars, "mean over the iterations that both have, and seeds", looks, base)
     height = charts.costs_height(bars)
     note = ONE_SEED if any(recipe.gap.n == 1 for recipe in recipes) else ""
     figures = [Figure("costs", chart, bars, caption, note=note, height=height, group="cost")]

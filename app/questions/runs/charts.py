@@ -53,7 +53,8 @@ def losses(table: pd.DataFrame, looks: style.Looks, marks: pd.DataFrame, unit: s
     layers += [named, *plot.pointer(lines, groups, "loss")]
     if len(marks):
         layers.append(marked_points(marks, x, place("loss")))
-    return plot.layers("Training loss", "mean of each group of runs", *layers)
+    subtitle = "mean of each group of runs" if table["low"].notna().any() else ""
+    return plot.layers("Training loss", subtitle, *layers)
 
 
 def height(table: pd.DataFrame) -> int:

@@ -118,19 +118,28 @@ def lines_of(
     lines = []
     seeds = dict(zip(compared.table["run_id"], compared.table["seed"], strict=True))
     for group, runs in units:
-        whole, short = _whole(runs, losses, seeds)
+        longest, short = whole(runs, losses, seeds)
         alone = len(runs) == 1 and len(group.runs) > 1
         name = f"{group.name} · seed {seeds[runs[0]]}" if alone else group.name
-        lines.append(Line(f"{name} · {group.workload}" if several else name, group.workload, whole, group.look, short))
+        lines.append(
+            Line(f"{name} · {group.workload}" if several else name, group.workload, longest, group.look, short)
+        )
     return _distinct(lines), left_out
 
 
-def _whole(
+def left_at(compared: Comparison, runs: Collection[str]) -> int | None:
+    """The iteration at which the recipe of these runs leaves bf16. None if it does not, if that is unknown, and if
+    these are only some of the runs that the recipe is compared by."""
+    of_recipe = (recipe.run_id for recipe in compared.recipes if {*recipe.runs} <= {*runs})
+    return compared.left.get(next(of_recipe, ""))
+
+
+def whole(
     runs: Iterable[str], losses: Mapping[str, Records], seeds: Mapping[str, str]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(of each seed the newest run that trained as long as any, runs that ended earlier)."""
     ends = {run: losses[run][-1]["iteration"] for run in runs}
-    last = max(ends.values())
+    last = max(ends.values(), default=0)
     newest = {seeds[run]: run for run, end in ends.items() if end == last}
     return tuple(newest.values()), tuple(run for run, end in ends.items() if end < last)
 

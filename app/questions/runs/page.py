@@ -15,11 +15,10 @@ from binade.app.formatting import bytes_text, plain
 from binade.app.jobs.saved_recipes import is_recipe
 from binade.app.params import read
 from binade.app.questions import layout
-from binade.app.questions.runs.groups import groups_of, lines_of
-from binade.app.questions.runs.question import RUNS
+from binade.app.questions.runs.groups import groups_of
+from binade.app.questions.runs.question import RUNS, drawn_lines
 from binade.app.questions.runs.table import DAMAGED, STATES, data_of
 from binade.app.questions.shared.runs import every_run, matching, run_titles
-from binade.app.questions.shared.scope import Scope
 from binade.app.state import explain_empty
 from binade.app.view import Reading, View
 from binade.data.access import ReadOnlyError, read_only
@@ -41,13 +40,13 @@ def _component() -> Callable[..., Any]:
     return st.components.v2.component("binade_runs", html='<div class="runs"></div>', css=css, js=js)
 
 
-def show(opened: Catalog, view: View, reading: Reading) -> Scope | None:
+def show(opened: Catalog, view: View, reading: Reading) -> None:
     every = opened.runs(damaged=True)
     if every.empty:
         explain_empty(opened)
-        return None
+        return
     every = matching(opened, reading.where, every)
-    scope = _show(opened, view, reading)
+    _show(opened, view, reading)
     runs = every[every["damage"].isna()]
     named = every_run(opened)
     _notes(opened, runs, named[named["run_id"].isin(runs["run_id"])])
@@ -55,12 +54,12 @@ def show(opened: Catalog, view: View, reading: Reading) -> Scope | None:
     for model, config in runs.drop_duplicates("model")[["model", "config"]].itertuples(index=False):
         if note := on_a_grid(config):
             st.caption(plain(f"{model}: {note}"))
-    return scope
 
 
 @st.fragment
-def _show(opened: Catalog, view: View, reading: Reading) -> Scope | None:
-    """The table, and the chart of what it chooses. A choice draws only these again, any other change the whole page."""
+def _show(opened: Catalog, view: View, reading: Reading) -> None:
+    """The table, and the chart of what it chooses with what that used. A choice draws only these again, any other
+    change the whole page."""
     now = address.followed(view)
     params = RUNS.params(opened)
     chosen, _ = read(params, {name: now.params.get(name, []) for name in params})
@@ -70,14 +69,14 @@ def _show(opened: Catalog, view: View, reading: Reading) -> Scope | None:
     table = opened.kept(key, lambda: data_of(opened, runs))
     names = [column["name"] for column in table["columns"]]
     columns = [name for name in (values["columns"] or "").split(",") if name in names] or table["usual"]
-    lines, _ = lines_of(opened, [], values["hidden"], set(runs["run_id"]))
-    first = {run for line in lines for run in line.runs}
+    lines, _ = drawn_lines(opened, values, reading.where)
+    drawn = {run for line in lines for run in (*line.runs, *line.short)}
     data = table | {
         "version": repr((key[:3], now.params.get("chosen"), now.params.get("hidden"))),
         "picked": {
             "chosen": values["chosen"], "hidden": values["hidden"], "columns": columns, "sort": values["sort"] or "",
         },
-        "first": [group.key for group in groups_of(opened) if not first.isdisjoint(group.runs)],
+        "drawn": [*drawn, *(group.key for group in groups_of(opened) if not drawn.isdisjoint(group.runs))],
         "said": _said(runs),
     }  # fmt: skip
     result = _component()(
@@ -88,8 +87,10 @@ def _show(opened: Catalog, view: View, reading: Reading) -> Scope | None:
         link.pop("help", None)
         address.go(view.at("runs", str(link.pop("view")), run_id=None, **link))
     _actions(view, runs[runs["run_id"].isin(_chosen_runs(opened, values["chosen"]))])
-    current = replace(reading, view=now, values=values)
-    return layout.show_question(opened, now, current)
+    used = st.empty()  # filled once the answer is known
+    used.caption("&nbsp;")
+    scope = layout.show_question(opened, now, replace(reading, view=now, values=values))
+    used.caption(plain(scope.sentence) if scope else "&nbsp;")
 
 
 def _pick(usual: list[str]) -> None:
@@ -119,6 +120,7 @@ def _said(runs: pd.DataFrame) -> str:
 def _actions(view: View, runs: pd.DataFrame) -> None:
     """What can be done with the chosen runs: some of it with recorded tensors only."""
     chosen, recorded = runs["run_id"].tolist(), bool((runs["tensors"] > 0).all())
+    trained = bool(runs["first_step"].notna().any())
     if not chosen:
         return
     with st.container(horizontal=True, gap="small"):
@@ -126,7 +128,8 @@ def _actions(view: View, runs: pd.DataFrame) -> None:
         first, last = chosen[0], chosen[-1]
         address.link(view.at("map", run_id=first), "Open in the Map", ":material/grid_on:", disabled=not one)
         address.link(view.at("map", run_id=first, versus=last), "Map of the difference", disabled=not several)
-        address.link(view.at("runs", "recipes", run_id=chosen), "Compare losses", ":material/balance:")
+        losses = view.at("runs", "recipes", run_id=chosen)
+        address.link(losses, "Compare losses", ":material/balance:", disabled=not trained)
         distributions = view.at("explore", run_id=chosen, by="run_id")
         address.link(distributions, "Compare distributions", disabled=not recorded)
         difference = view.at("runs", "difference", run_a=first, run_b=last, run_id=None)

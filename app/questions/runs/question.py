@@ -9,11 +9,11 @@ from typing import Any
 import pandas as pd
 
 from binade.app.control import Control
-from binade.app.figure import Drawn, Figure
+from binade.app.figure import Drawn, Figure, Text
 from binade.app.params import AnyText, Known, One
 from binade.app.questions.question import Question
 from binade.app.questions.runs import charts
-from binade.app.questions.runs.groups import MOST_LINES, Line, compared_runs, groups_of, lines_of, over_seeds
+from binade.app.questions.runs.groups import MOST_LINES, Line, compared_runs, groups_of, left_at, lines_of, over_seeds
 from binade.app.questions.shared.labels import thinned, thinned_note
 from binade.app.questions.shared.runs import matching
 from binade.app.questions.shared.scope import Scope
@@ -39,6 +39,7 @@ WARMUP = Control(
     name="warmup", label="Warm-up", param=One(("hide", "show")), titles={"hide": "hidden", "show": "shown"}, row="loss",
     help="The iterations below 0, before what is quantized",
 )  # fmt: skip
+NO_LOSSES = "The chosen rows have no losses."
 BAND = "A line of several seeds is their mean, shaded from the lowest to the highest seed."
 
 
@@ -62,11 +63,8 @@ def _controls(selection: Selection, values: dict[str, Any]) -> list[Control]:
 
 def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     opened = selection.opened
-    runs = matching(opened, selection.where, _trained(opened))
-    lines, left_out = lines_of(opened, values["chosen"], values["hidden"], set(runs["run_id"]))
+    lines, left_out = drawn_lines(opened, values, selection.where)
     compared, losses = compared_runs(opened)
-    if left_out:
-        lines = _most_apart(compared, lines)
     smooth, logarithmic = int(values["smooth"]), values["scale"] == "log"
     tables, hides = [], values["warmup"] == "hide"
     for line in lines:
@@ -76,7 +74,7 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
         tables.append(_smoothed(table, smooth).assign(group=line.name))
     table = pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=["group", "iteration", "loss"])
     if table["loss"].notna().sum() == 0:
-        return Drawn()
+        return Drawn((Text(NO_LOSSES),)) if values["chosen"] else Drawn()
     table, step = thinned(table.reindex(columns=["group", "iteration", "loss", "low", "high"]), MARKS)
     used = [run for line in lines for run in line.runs]
     own = compared.table[compared.table["run_id"].isin(used)]
@@ -96,9 +94,17 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     what = f"cross entropy in {unit}" if unit == NATS else unit
     caption = f"Data: {counted(len(used), 'run')}, from loss.jsonl. Loss: {what}. {note}".strip()
     figure = Figure("losses", chart, table, caption, note=note, height=charts.height(table))
-    scope = Scope(Filter(run_id=tuple(used)), ((len(lines), "line"),), len(runs))
+    count = len(matching(opened, selection.where, _trained(opened)))
+    scope = Scope(Filter(run_id=tuple(used)), ((len(lines), "line"),), count)
     problems = tuple(filter(None, [comparison.other_unit(own)]))
     return Drawn((figure,), _verdict(compared, lines), problems, scope)
+
+
+def drawn_lines(opened: Catalog, values: Mapping[str, Any], where: Filter) -> tuple[list[Line], int]:
+    """(the lines that these values draw, of the runs of the filter; how many groups are left out)."""
+    within = set(matching(opened, where, _trained(opened))["run_id"])
+    lines, left_out = lines_of(opened, values["chosen"], values["hidden"], within)
+    return _most_apart(compared_runs(opened)[0], lines) if left_out else lines, left_out
 
 
 def _most_apart(compared: Comparison, lines: list[Line]) -> list[Line]:
@@ -139,8 +145,7 @@ def _diverged(compared: Comparison, lines: Iterable[Line]) -> dict[str, tuple[in
 
 def _left(compared: Comparison, lines: Iterable[Line]) -> dict[str, int]:
     """By line that is a whole recipe: the iteration at which it leaves bf16."""
-    of_run = {run: recipe.run_id for recipe in compared.recipes for run in recipe.runs}
-    found = {line.name: compared.left.get(of_run.get(line.runs[-1], "")) for line in lines if len(line.runs) > 1}
+    found = {line.name: left_at(compared, (*line.runs, *line.short)) for line in lines}
     return {name: at for name, at in found.items() if at is not None}
 
 
@@ -199,5 +204,6 @@ RUNS = Question(
     of_runs=True,
     empty=True,
     beyond=_every,
+    says_scope=True,
     layout="binade.app.questions.runs.page",
 )

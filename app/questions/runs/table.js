@@ -37,7 +37,9 @@ function spark(points, color) {
 export default function (component) {
     const { data, parentElement, setStateValue, setTriggerValue } = component;
     const root = parentElement.querySelector('.runs');
-    const state = root.state ??= { open: new Set(), search: '', focus: null, columnsOpen: false };
+    const groups = data.workloads.flatMap(workload => workload.groups);
+    const withChosen = () => groups.filter(group => group.runs.length > 1 && group.runs.some(run => data.picked.chosen.includes(run.id)));
+    const state = root.state ??= { open: new Set(withChosen().map(group => group.id)), search: '', focus: null, columnsOpen: false };
     if (state.version !== data.version || !state.picked) state.picked = structuredClone(data.picked);
     state.version = data.version;
     const picked = state.picked;
@@ -45,19 +47,21 @@ export default function (component) {
 
     const tell = () => setStateValue('picked', structuredClone(picked));
     const shown = () => data.columns.filter(column => picked.columns.includes(column.name));
-    const isOn = id => picked.chosen.includes(id), isHidden = id => picked.hidden.includes(id);
+    // A group of one run is its run, too: an address may name either.
+    const idsOf = row => row.runs?.length === 1 ? [row.id, row.runs[0].id] : [row.id];
+    const isOn = row => idsOf(row).some(id => picked.chosen.includes(id)), isHidden = row => idsOf(row).some(id => picked.hidden.includes(id));
     const without = (list, ids) => list.filter(id => !ids.includes(id));
     const runsOf = group => group.runs.map(run => run.id);
 
     function choose(row, group) {
         const own = group ? [row.id] : [row.id, ...runsOf(row)];
-        if (isOn(row.id)) picked.chosen = without(picked.chosen, own);
+        if (isOn(row)) picked.chosen = without(picked.chosen, own);
         else picked.chosen = [...without(picked.chosen, own), row.id];
         draw(); tell();
     }
     function hide(row) {
         picked.hidden = [...picked.hidden, row.id];
-        picked.chosen = without(picked.chosen, [row.id]);
+        picked.chosen = without(picked.chosen, idsOf(row));
         draw(); tell();
     }
     function open(row, is) {
@@ -75,24 +79,34 @@ export default function (component) {
     }
     const matches = row => !state.search || row.find.includes(state.search);
 
+    // A link of the page, which the app follows. In another tab, the browser follows its address.
+    function anchor(text, link, attributes = {}) {
+        const { help, ...to } = link;
+        return element('a', { text, href: `?${new URLSearchParams(to)}`, tabindex: -1, title: help, ...attributes, onclick: event => {
+            event.stopPropagation();
+            if (event.ctrlKey || event.metaKey || event.shiftKey) return;
+            event.preventDefault();
+            setTriggerValue('go', link);
+        } });
+    }
     function cell(row, column) {
         const [text, , look, link] = row.cells[column.name] ?? [];
-        const made = element('td', { class: column.number ? 'number' : null });
+        const made = element('td', { class: `${column.name}${column.number ? ' number' : ''}` });
         if (column.name === 'course' && text) made.append(spark(text, row.color));
-        else if (link) made.append(element('a', { text, role: 'link', tabindex: -1, title: link.help, onclick: event => { event.stopPropagation(); setTriggerValue('go', link); } }));
-        else made.append(element('span', { class: look, text: text ?? '' , title: typeof text === 'string' && text.length > 40 ? text : null }));
+        else if (link) made.append(anchor(text, link));
+        else made.append(element('span', { class: look, text: text ?? '' , title: typeof text === 'string' && text.length > 20 ? text : null }));
         return made;
     }
     function line(row, group) {
-        const on = isOn(row.id) || (group && isOn(group.id)) || (!picked.chosen.length && data.first.includes((group ?? row).id));
-        const box = element('input', { type: 'checkbox', tabindex: -1, checked: isOn(row.id), title: 'Choose: draw it, and act on it', 'aria-label': `Choose ${row.name}`, onclick: event => { event.stopPropagation(); choose(row, group); } });
+        const on = isOn(row) || (group && isOn(group)) || data.drawn.includes(row.id);
+        const box = element('input', { type: 'checkbox', tabindex: -1, checked: isOn(row), title: 'Choose: draw it, and act on it', 'aria-label': `Choose ${row.name}`, onclick: event => { event.stopPropagation(); choose(row, group); } });
         const name = element('td', { class: 'name', title: row.title });
         if (!group && row.runs.length > 1) name.append(element('button', { tabindex: -1, text: state.open.has(row.id) ? '▾' : '▸', title: `${row.runs.length} runs`, 'aria-label': 'Open the group', onclick: event => { event.stopPropagation(); open(row); } }));
-        name.append(element('i', { class: on ? '' : 'off', style: `border-color: ${row.color}` }), element('span', { text: row.name }));
+        name.append(element('i', { class: on ? '' : 'off', style: `border-color: ${row.color}` }), row.link ? anchor(row.name, row.link) : element('span', { text: row.name }));
         if (row.origin) name.append(element('span', { class: 'icon', text: row.origin[0], title: row.origin[1], 'aria-label': row.origin[1], role: 'img' }));
         const made = element('tr', {
-            class: `row ${group ? 'run' : 'group'}${isOn(row.id) ? ' on' : ''}`, tabindex: state.focus === row.id ? 0 : -1, 'data-id': row.id,
-            'aria-level': group ? 3 : 2, 'aria-expanded': !group && row.runs.length > 1 ? String(state.open.has(row.id)) : null, 'aria-selected': String(isOn(row.id)),
+            class: `row ${group ? 'run' : 'group'}${isOn(row) ? ' on' : ''}`, tabindex: state.focus === row.id ? 0 : -1, 'data-id': row.id,
+            'aria-level': group ? 3 : 2, 'aria-expanded': !group && row.runs.length > 1 ? String(state.open.has(row.id)) : null, 'aria-selected': String(isOn(row)),
         }, element('td', { class: 'tick' }, box, element('button', { tabindex: -1, text: '⊘', title: 'Hide', 'aria-label': `Hide ${row.name}`, onclick: event => { event.stopPropagation(); hide(row); } })), name);
         for (const column of shown()) made.append(cell(row, column));
         made.ondblclick = () => !group && open(row);
@@ -102,13 +116,13 @@ export default function (component) {
     function rows() {
         const body = element('tbody'), ids = [];
         for (const workload of data.workloads) {
-            const groups = workload.groups.filter(group => !isHidden(group.id) && (matches(group) || group.runs.some(matches)));
+            const groups = workload.groups.filter(group => !isHidden(group) && (matches(group) || group.runs.some(matches)));
             if (!groups.length) continue;
             if (data.workloads.length > 1) body.append(element('tr', { class: 'place', 'aria-level': 1 }, element('td', { colspan: shown().length + 2, text: workload.name })));
             for (const group of picked.sort ? [...groups].sort(compare) : groups) {
                 body.append(line(group));
                 ids.push([group, null]);
-                const inside = group.runs.filter(run => !isHidden(run.id) && (!state.search || matches(run) || matches(group)));
+                const inside = group.runs.filter(run => !isHidden(run) && (!state.search || matches(run) || matches(group)));
                 if (group.runs.length < 2 || !(state.open.has(group.id) || (state.search && !matches(group)))) continue;
                 for (const run of picked.sort ? [...inside].sort(compare) : inside) {
                     body.append(line(run, group));
@@ -130,7 +144,7 @@ export default function (component) {
     }
 
     function draw() {
-        const before = root.querySelector('.frame')?.scrollTop ?? 0, focused = root.querySelector('tr.row:focus') !== null;
+        const { scrollTop = 0, scrollLeft = 0 } = root.querySelector('.frame') ?? {}, focused = root.querySelector('tr.row:focus') !== null;
         const searching = root.querySelector('input[type=search]:focus') !== null;
         const [body, ids] = rows();
         if (!ids.some(([row]) => row.id === state.focus)) state.focus = ids[0]?.[0].id ?? null;
@@ -154,8 +168,8 @@ export default function (component) {
                 chosen ? element('button', { text: `Clear ${chosen} chosen`, onclick: () => { picked.chosen = []; draw(); tell(); } }) : null,
                 picked.hidden.length ? element('button', { text: `Show ${picked.hidden.length} hidden`, onclick: () => { picked.hidden = []; draw(); tell(); } }) : null,
                 element('span', { class: 'said', text: data.said })),
-            element('div', { class: 'frame' }, table));
-        root.querySelector('.frame').scrollTop = before;
+            element('div', { class: 'frame' }, table, ids.length || !state.search ? null : element('p', { role: 'status', text: `No run has “${state.search}” in its name, state or note.` })));
+        Object.assign(root.querySelector('.frame'), { scrollTop, scrollLeft });
         if (focused && first) first.focus({ preventScroll: true });
         if (searching) search.focus();
         root.dataset.state = 'drawn';

@@ -11,12 +11,14 @@ from typing import Any
 
 import pandas as pd
 
-from binade.app.questions.runs.groups import RunGroup, compared_runs, groups_of
+from binade.app.questions.cost.compute import titles
+from binade.app.questions.runs.groups import Records, RunGroup, compared_runs, groups_of, left_at, whole
 from binade.app.questions.shared.runs import every_run
 from binade.data.catalog import Catalog
 from binade.data.events import EventKind, read_events
-from binade.data.evidence import GAP, mean
+from binade.data.evidence import GAP
 from binade.data.experiment import EXPERIMENT
+from binade.data.loss_gaps import RecipeRuns, by_recipe
 from binade.data.outcomes import DEFINITION, Outcome
 from binade.data.runs import IMPORT
 from binade.data.same_data import NATS, states_all
@@ -51,13 +53,14 @@ COLUMNS = {
     "state": RunColumn("State", "How the runs ended", always=True),
     "event": RunColumn("First event", f"The first NaN, where it diverged ({DEFINITION}), where it ended early, or "
                          "where the recipe leaves bf16; a link to the first NaN or to Difference"),
-    "course": RunColumn("Loss", "Of the run, or of the newest run of the group"),
-    "loss": RunColumn("Last loss", "The last finite one; of a group the mean. In nats per token unless its unit says "
-                        "otherwise", number=True, always=True),
     "gap": RunColumn("Gap to bf16", "Mean loss minus that of the bf16 run on the same data, over the iterations that "
-                       "both have, in nats per token; of a group the mean over seeds", number=True, always=True),
+                       "both have, in nats per token; of a group the mean over seeds, of the newest run of each, if "
+                       "none lost its loss for good", number=True, always=True),
     "interval": RunColumn("95% interval", "Of the mean gap, over seeds (Student’s t)", number=True),
+    "loss": RunColumn("Last loss", "The last finite one; of a group the mean over the seeds that trained longest, if "
+                        "all are finite. In nats per token unless its unit says otherwise", number=True, always=True),
     "iterations": RunColumn("Iterations", "The last one that was trained", number=True),
+    "course": RunColumn("Loss", "Of the run, or of the newest run of the group"),
     "unit": RunColumn("Unit of the loss", "Where it is not nats per token. Such losses are not compared"),
     "branch": RunColumn("Branch of", "The run whose checkpoint it starts from"),
     "started": RunColumn("Started (UTC)", "Of a group, its newest run"),
@@ -69,7 +72,7 @@ COLUMNS = {
     "note": RunColumn("Note"),
     "run": RunColumn("Directory"),
 }  # fmt: skip
-USUAL = ("state", "event", "course", "loss", "gap", "interval", "iterations", "unit", "branch", "started", "note")
+USUAL = ("state", "event", "gap", "interval", "loss", "iterations", "course", "unit", "branch", "started", "note")
 """The columns that are shown by default where they carry information."""
 Cell = list[Any]  # text, what it is sorted by, look, link
 Row = Mapping[str, Any]
@@ -83,19 +86,31 @@ def data_of(opened: Catalog, runs: pd.DataFrame) -> dict[str, Any]:
     outcomes = dict(zip(compared.table["run_id"], compared.table["outcome"], strict=True))
     costs = _by_run(compared.costs[["run_id", "gap", "ended"]])
     firsts = compared.gaps.drop_duplicates("run_id")
-    references: dict[str, str] = dict(zip(firsts["run_id"], firsts["reference"], strict=True))
+    runs_with_tensors = opened.runs().query("tensors > 0")["run_id"]
+    firsts = firsts[firsts["run_id"].isin(runs_with_tensors) & firsts["reference"].isin(runs_with_tensors)]
+    references: dict[str, str] = dict(zip(firsts["run_id"], firsts["reference"], strict=True))  # for Difference
     cells: dict[str, dict[str, Cell]] = {}
     for run_id, run in described.items():
         cost = costs.get(run_id)
         event = _event(opened, run_id, run, outcomes.get(run_id), cost, references.get(run_id))
         cells[run_id] = _cells(run_id, run, event, cost, losses.get(run_id, ()), named.get(run_id))
-    left = {run: compared.left.get(recipe.run_id) for recipe in compared.recipes for run in recipe.runs}
+    own = compared.costs[compared.costs["run_id"].isin(cells)]
+    measurements = titles(opened)
+    recipes = {run: recipe for recipe in by_recipe(own, compared.table["run_id"].tolist()) for run in recipe.runs}
+    seeds = dict(zip(compared.table["run_id"], compared.table["seed"], strict=True))
     workloads: dict[str, list[dict[str, Any]]] = {}
     for group in _with_damaged(groups_of(opened), described):
         inside = [run_id for run_id in group.runs if run_id in cells]
         if inside:
             rows = _rows(group, inside, described, named, cells)
-            row = _of_group(group, inside, rows, cells, left.get(inside[-1]), references)
+            row = _of_group(group, inside, rows, cells)
+            if measurement := measurements.get(inside[-1]):
+                row |= _of_measurement(inside[-1], measurement)
+            if len(inside) > 1:
+                recipe = next((recipes[run_id] for run_id in inside if run_id in recipes), None)
+                row["cells"] |= _gap_of(recipe) | _last_loss(inside, losses, seeds)
+            if (left := left_at(compared, inside)) is not None:
+                row["cells"]["event"] = _with_left(left, row["cells"].get("event"), inside, references)
             workloads.setdefault(group.workload, []).append(row)
     columns = _informative(cells)
     if any("interval" in row["cells"] for rows in workloads.values() for row in rows):
@@ -246,18 +261,12 @@ def _of_group(
     inside: Sequence[str],
     rows: Sequence[Mapping[str, Any]],
     cells: Mapping[str, dict[str, Cell]],
-    left: int | None,
-    references: Mapping[str, str],
 ) -> dict[str, Any]:
     """The row of a group: of its only run, or what its runs have in common."""
     own = [cells[run_id] for run_id in inside]
     newest = dict(own[-1])
     if len(inside) > 1:
         newest = {name: newest[name] for name in ("course", "started") if name in newest} | _together(own)
-    if "event" not in newest and left is not None:
-        reference = references.get(inside[-1])
-        link = {"view": "difference", "run_a": reference, "run_b": inside[-1], "help": "Open Difference"}
-        newest["event"] = [f"leaves bf16 at {left}", left, "", link if reference else None]
     origins = {row["origin"] for row in rows}
     name = group.name if group.name != inside[-1] or not rows[-1]["origin"] else rows[-1]["origin"][1]
     return {
@@ -279,13 +288,6 @@ def _together(own: Sequence[Mapping[str, Cell]]) -> dict[str, Cell]:
     if events:
         more = f" and {len(events) - 1} more" if len(events) > 1 else ""
         found["event"] = [f"{events[0][0]}{more}", *events[0][1:]]
-    if gaps := _numbers(own, "gap"):
-        estimate = mean(GAP, gaps)
-        found["gap"] = [GAP.text(estimate.value), estimate.value]
-        if estimate.n > 1:
-            found["interval"] = [f"{GAP.text(estimate.low)} to {GAP.text(estimate.high)}", estimate.low]
-    if losses := _numbers(own, "loss"):
-        found["loss"] = [number_text(fmean(losses), ".4f"), fmean(losses)]
     for name, add in (("iterations", max), ("tensors", sum), ("megabytes", sum), ("seconds", sum)):
         if numbers := _numbers(own, name):
             total = float(add(numbers))
@@ -295,6 +297,40 @@ def _together(own: Sequence[Mapping[str, Cell]]) -> dict[str, Cell]:
         if len(texts) == 1:
             found[name] = [texts.pop()]
     return found
+
+
+def _of_measurement(run_id: str, title: str) -> dict[str, Any]:
+    """What the row of a run shows that is a measurement and no training: its title, as What rounding costs has it."""
+    link = {"view": "cost", "measured": run_id, "help": f"{title}: open What rounding costs"}
+    return {"name": title, "title": title, "find": title.lower(), "link": link}
+
+
+def _gap_of(recipe: RecipeRuns | None) -> dict[str, Cell]:
+    """The gap and the interval of a recipe, as Recipes has them: none if a run of it has lost its loss for good."""
+    if recipe is None or math.isnan(recipe.gap.value):
+        return {}
+    gap = recipe.gap
+    found: dict[str, Cell] = {"gap": [GAP.text(gap.value), gap.value]}
+    if gap.n > 1:
+        found["interval"] = [f"{GAP.text(gap.low)} to {GAP.text(gap.high)}", gap.low]
+    return found
+
+
+def _last_loss(inside: Sequence[str], losses: Mapping[str, Records], seeds: Mapping[str, str]) -> dict[str, Cell]:
+    """The mean of the last losses of the runs that the line of the group is of."""
+    runs, _ = whole([run_id for run_id in inside if losses.get(run_id)], losses, seeds)
+    last = [losses[run_id][-1]["loss"] for run_id in runs]
+    return {} if not last or None in last else {"loss": [number_text(fmean(last), ".4f"), fmean(last)]}
+
+
+def _with_left(left: int, first: Cell | None, inside: Sequence[str], references: Mapping[str, str]) -> Cell:
+    """The first event of a group that leaves bf16. A run that diverges leaves it then at the latest. references: the
+    bf16 runs of those that Difference can compare with one."""
+    if first is not None and first[1] <= left:
+        return first
+    run_id = next((run_id for run_id in reversed(inside) if run_id in references), None)
+    link = run_id and {"view": "difference", "run_a": references[run_id], "run_b": run_id, "help": "Open Difference"}
+    return [f"leaves bf16 at {left}{f'; {first[0]}' if first else ''}", left, "", link]
 
 
 def _numbers(own: Iterable[Mapping[str, Cell]], name: str) -> list[float]:
