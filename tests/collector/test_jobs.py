@@ -304,7 +304,7 @@ class TestRun:
         write_queued(root / job.run_id)
         writer = RunWriter.create(root, "mine", {})
         writer.append_loss({"iteration": 0, "loss": 2.0})
-        writer.finish("failed")
+        writer.finish(RunState.FAILED)
         (writer.directory / "run.json").write_text("{")
         jobs.delete(root, job.id)
         assert (writer.directory / "loss.jsonl").exists() and not (writer.directory / "job.json").exists()
