@@ -64,12 +64,11 @@ def _of_run(params: Params) -> Params:
 
 
 def _cost(page: str, params: Mapping[str, list[str]], chart: str) -> tuple[str, Params, str] | None:
-    """What became Runs › Cost: the former parts Advise of the Map, whose own parameters the page now asks for itself,
-    and Parity of Runs."""
+    """What became Runs › Cost: the former Advise, whose own parameters the page now asks for itself, and Parity."""
     part = next(iter(params.get("view", ())), "")
-    if (page, part) not in {("map", "advise"), ("runs", "parity")}:
+    if (page, part) not in {("map", "advise"), ("runs", "advise"), ("runs", "parity")}:
         return None
-    left_out = {"view", "budget", "by", "parts"} if page == "map" else {"view"}
+    left_out = {"view", "budget", "by", "parts"} if part == "advise" else {"view"}
     kept = {name: list(texts) for name, texts in params.items() if name not in {*left_out, "parity"}}
     measured = {"measured": list(params["parity"])} if "parity" in params else {}
     return "runs", kept | measured | {"view": ["cost"]}, "cost_steps" if chart == "parity_steps" else chart and "cost"

@@ -81,6 +81,7 @@ export class Plot {
         if (!window.vegaEmbed) await (window.binadeVega ??= import(this.server + VEGA));
         const lite = JSON.parse(spec), theme = dark ? 'dark' : 'light';
         this.fitted = isFitted(lite);
+        this.node.classList.toggle('fitted', this.fitted);
         const size = this.fitted ? { width: this.node.clientWidth || 600, height, autosize: { type: 'fit', contains: 'padding' } } : {};
         const datasets = Object.fromEntries(Object.entries(tables).map(([name, table]) => [name, rowsOf(table)]));
         const config = merged(onPage(THEMES[theme]), lite.config ?? {});

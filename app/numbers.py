@@ -125,5 +125,5 @@ def _label_marks(spec: dict[str, Any], encoding: dict[str, Any]) -> None:
         calculated = {"calculate": text, "as": name}
         if calculated not in spec.setdefault("transform", []):
             spec["transform"] = [*spec["transform"], calculated]
-        definition |= {"field": name, "type": "nominal"}
-        definition.pop("format", None)
+        # Without a format, Vega-Lite looks for the text of the mark that is nearest to the pointer in the wrong place.
+        definition |= {"field": name, "type": "nominal", "format": ""}

@@ -321,7 +321,8 @@ def pointer(lines: alt.Chart, groups: list[str], field: str) -> list[alt.Chart]:
     texts = {f"t{nth}": f"isValid(datum.v{nth}) ? format(datum.v{nth}, '.4f') : '–'" for nth in range(len(groups))}
     titles = [group.replace("\\", "\\\\") for group in groups]  # Vega-Lite does not escape them in tooltips
     tooltip = [alt.Tooltip("iteration:Q", title=f"{field} at iteration")]
-    tooltip += [alt.Tooltip(f"t{nth}:N", title=title) for nth, title in enumerate(titles)]
+    # Vega-Lite looks for a text of the mark that is nearest in the wrong place, unless it has a format.
+    tooltip += [alt.Tooltip(f"t{nth}:N", title=title, format="") for nth, title in enumerate(titles)]
     rule = (
         mark("rule", lines.data, x=lines.encoding.x, color=style.GREY, **when(nearest, opacity=(0.8, 0)))
         .transform_calculate(key=f"'v' + indexof({json.dumps(groups)}, datum.group)")

@@ -44,6 +44,8 @@ from binade.app.fair_queue import SESSION
 LOG = logging.getLogger(__name__)
 AGAIN = 0.01  # seconds
 SHOWN = "widgets_shown"  # the key in a session's state
+# Of a field of numbers: Streamlit registers every one as of floats, but the browser sends whole numbers as integers.
+NUMBERS = {"int_value", "double_value"}
 
 
 def install(gone: Callable[[], object]) -> None:
@@ -132,7 +134,8 @@ def _readable(sent: WidgetStates, known: Mapping[str, WidgetMetadata[Any]]) -> W
 
 
 def _is_readable(state: WidgetState, known: WidgetMetadata[Any]) -> bool:
-    if state.WhichOneof("value") not in (None, known.value_type):
+    kind = state.WhichOneof("value")
+    if kind not in (None, known.value_type) and not {kind, known.value_type} <= NUMBERS:
         return False
     try:
         known.deserializer(unpack_widget_state_value(state))

@@ -259,6 +259,11 @@ class Catalog(ScoreQueries, TensorValues):
         )
         return [str(run_id) for (run_id,) in rows]
 
+    def of_same_models(self, run_ids: Iterable[str]) -> set[str]:
+        """Return these runs and all others of their models, with the experiments on these. See `_same_model`."""
+        runs = list(run_ids)
+        return {*runs, *(str(run_id) for (run_id,) in self._rows(_same_model(), [runs, runs]))}
+
     def hot_channels(self, where: Filter | None = None) -> pd.DataFrame:
         """Return the selection's tensors with hot channels, one row each: those of SAME_IN_ITERATIONS, iteration,
         tensor_id, channels (how many), hot_channels (lists) and hot_ratio; those of one tensor together, by iteration.

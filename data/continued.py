@@ -23,6 +23,7 @@ from binade.data.runs import (
     RunInfo,
     RunWriter,
     list_runs,
+    note_continued,
     unwritable,
 )
 from binade.data.segment import segment_names
@@ -41,7 +42,8 @@ def continued_run(
 ) -> Iterator[tuple[RunWriter, bool]]:
     """The last run that fits and whose run.json agrees with the configuration in the fields `same`, else a new one; and
     whether it existed before. busy: what another process that has it open is doing, such as "is being imported". Raises
-    RunError if the root cannot be written or the run is open elsewhere. An exception ends the run as failed or
+    RunError if the root cannot be written or the run is open elsewhere. A process that was started for a queued run
+    notes there which run it continues. An exception ends the run as failed or
     cancelled, unless it was done before and has not changed."""
     check_writable("recording a run")
     wanted = json.loads(json.dumps({name: config.get(name) for name in same}))
@@ -60,6 +62,8 @@ def continued_run(
             raise unwritable(root, error) from error
         before, content = runs[-1].status if runs else None, _content(directory)
         writer = writer or RunWriter.reopen(directory)
+        if runs:
+            note_continued(root, directory.name)
         try:
             yield writer, bool(runs)
         except BaseException as error:

@@ -124,7 +124,8 @@ class NotesChangedError(RunError):
 @pydantic_dataclass(frozen=True, config=STRICT)
 class Status:
     """status.json. iteration is the last one finished (-1 before the first), times are ISO 8601 in UTC; the run is
-    alive as long as the process `pid` of `host` is, in the same boot."""
+    alive as long as the process `pid` of `host` is, in the same boot. continues: of a queued run, the run that its
+    command writes in its place."""
 
     state: RunState
     pid: Pid
@@ -140,6 +141,7 @@ class Status:
     finished: str | None = None
     host: str = ""
     boot: str = ""
+    continues: str | None = None
 
 
 @pydantic_dataclass(frozen=True, config=STRICT)
@@ -498,6 +500,13 @@ def queued_run(root: Path) -> Path | None:
         return root / directory.name if waits else None
     except (OSError, ValueError):
         return None
+
+
+def note_continued(root: Path, run_id: str) -> None:
+    """Note in the directory of the queued run that this process was started for, if any, that it writes this run
+    instead. Raises OSError."""
+    if queued := queued_run(root):
+        write_json(queued / STATUS_FILE, replace(read_status(queued), continues=run_id))
 
 
 def _has_not_begun(directory: Path) -> bool:

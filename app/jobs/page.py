@@ -24,7 +24,8 @@ from binade.collector.jobs import Job, JobError, JobState, JobView, SubmissionEr
 from binade.data.access import ReadOnlyError, read_only, reason
 from binade.data.catalog import Catalog
 from binade.data.events import read_events
-from binade.data.runs import RunError
+from binade.data.experiment import EXPERIMENT
+from binade.data.runs import RunError, RunInfo
 
 PULSE, IDLE = 2.0, 10.0  # seconds between checks while something runs, and while nothing does
 SHOWN = 12  # jobs that have ended, before "Show more"
@@ -60,7 +61,7 @@ def show(opened: Catalog, view: View, reading: Reading) -> None:
                 max_chars=LONGEST,
             )[:LONGEST]
         _queue(views, chosen, words)
-    seen = (opened, opened.version) if chosen.run else None
+    seen = (opened, opened.version) if chosen.written else None
     with right:
         _title(root, chosen, views)
         _details(opened, chosen)
@@ -202,16 +203,24 @@ def _title(root: Path, view: JobView, views: list[JobView]) -> None:
         else:
             st.error(f"**{text}.** {plain(view.advice or '')}", icon=":material/error:")
     with st.container(horizontal=True, gap="small"):
-        if view.run and view.run.segments:
-            run = {"run_id": [view.run.run_id]}
-            address.link(View("map", run), "Open in the Map", ":material/grid_on:")
-            address.link(View("explore", run), "Open its tensors", ":material/query_stats:")
+        if written := view.written:
+            _run_links(written)
         together = [candidate for candidate in views if candidate.job.created == job.created]
         if ids := summary.runs_to_compare(together):
             losses = View("runs", {PART: ["recipes"], "run_id": ids})
             address.link(losses, f"Compare losses of {len(ids)} runs", ":material/balance:")
     if not read_only():
         _actions(root, view)
+
+
+def _run_links(run: RunInfo) -> None:
+    if run.segments:
+        of_run = {"run_id": [run.run_id]}
+        address.link(View("map", of_run), "Open in the Map", ":material/grid_on:")
+        address.link(View("explore", of_run), "Open its tensors", ":material/query_stats:")
+    if run.config.get("kind") == EXPERIMENT:
+        measured = View("runs", {PART: ["cost"], "measured": [run.run_id]})
+        address.link(measured, "Open in Cost", ":material/payments:")
 
 
 def _actions(root: Path, view: JobView) -> None:

@@ -87,7 +87,9 @@ def line(view: JobView, done: Progress) -> str:
         parts.append(f"{duration_text(done.seconds_left)} left")
     elif not view.active and (took := seconds_run(view)) is not None:
         parts.append(duration_text(took))
-    if view.run is None and not view.active:
+    if view.continues:
+        parts.insert(0, f"continue{'s' if view.active else 'd'} run {view.continues.run_id}")
+    if view.written is None and not view.active:
         return view.reason or ("cancelled before it started" if view.state is JobState.CANCELLED else "")
     return " · ".join(parts)
 

@@ -128,12 +128,13 @@ def show_question(opened: Catalog, view: View, reading: Reading) -> Scope | None
         return None
     show_answer(opened, drawn, view, reading)
     if not drawn.figures and not drawn.tables and question.of is not Of.TENSOR:
-        explain_absence(opened, view, reading)
+        explain_absence(opened, view, reading, said=bool(drawn.verdict))
     return drawn.scope
 
 
-def explain_absence(opened: Catalog, view: View, reading: Reading) -> None:
-    """Say whether there is an answer without the filter, and offer to clear it if there may be one."""
+def explain_absence(opened: Catalog, view: View, reading: Reading, said: bool = False) -> None:
+    """Say whether there is an answer without the filter, and offer to clear it if there may be one. said: whether the
+    answer is in words, so that nothing is missing where no other runs have more."""
     if not reading.where.items():
         return
     if reading.question and reading.question.slow:
@@ -141,7 +142,7 @@ def explain_absence(opened: Catalog, view: View, reading: Reading) -> None:
     elif view.filtered(Filter()).draw(opened).figures:
         st.info("No data for this view under the current filter.", icon=":material/filter_alt_off:")
         offer_to_clear()
-    else:
+    elif not said:
         st.caption("These runs have no data for this view.")
 
 

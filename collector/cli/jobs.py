@@ -244,7 +244,7 @@ def _row(view: JobView) -> tuple[str, ...]:
         f"{status.bytes / 1e6:.1f}" if status else "",
         left,
         view.job.title,
-        view.run.run_id if view.run else "",
+        view.written.run_id if view.written else "",
     )
 
 

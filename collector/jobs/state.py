@@ -12,7 +12,7 @@ import signal
 from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
@@ -85,7 +85,8 @@ TAIL = 16_384  # bytes of a log that are read
 @dataclass(frozen=True)
 class JobView:
     """The current state of a job. active: whether it waits or is followed; reason is for one that failed; started and
-    ended are ISO 8601 in UTC; run is None before its command has begun it; cluster is for one on a cluster."""
+    ended are ISO 8601 in UTC; run is None before its command has begun it, and if its command continues another run,
+    which then is `continues`; cluster is for one on a cluster."""
 
     job: Job
     state: JobState
@@ -95,6 +96,12 @@ class JobView:
     started: str | None = None
     ended: str | None = None
     cluster: ClusterJob | None = None
+    continues: RunInfo | None = None
+
+    @property
+    def written(self) -> RunInfo | None:
+        """The run that its command writes: its own, or the one that it continues."""
+        return self.run or self.continues
 
     @property
     def advice(self) -> str | None:
@@ -120,6 +127,13 @@ class Progress:
 
 def view_of(root: Path, job: Job) -> JobView:
     """The current state of the job. Raises JobError if its files are damaged."""
+    view = _own_view(root, job)
+    name = None if view.run else read_job_status(root, job).continues
+    return replace(view, continues=_read_if_sound(root / Path(name).name)) if name else view
+
+
+def _own_view(root: Path, job: Job) -> JobView:
+    """The state of the job without the run that it continues. Raises JobError."""
     launch = read_launch(root, job)
     lives = launch is not None and launch.ended is None and _lives(root, job, launch)
     if launch and not lives:  # nothing writes any more: the files are final
@@ -146,7 +160,8 @@ def _active_state(root: Path, job: Job, launch: Launch, status: Status) -> JobSt
         return JobState.CANCELLING
     if launch.cluster and launch.cluster.waits:
         return JobState.PENDING
-    return JobState.STARTING if status.state == runs.QUEUED else JobState.RUNNING
+    begun = status.state != runs.QUEUED or status.continues
+    return JobState.RUNNING if begun else JobState.STARTING
 
 
 def resumable(view: JobView) -> bool:
@@ -160,8 +175,12 @@ def resumable(view: JobView) -> bool:
 
 def run_of(root: Path, job: Job) -> RunInfo | None:
     """The run of a job; None if its command has not begun it, or its files are damaged."""
+    return _read_if_sound(directory_of(root, job))
+
+
+def _read_if_sound(directory: Path) -> RunInfo | None:
     with suppress(RunError):
-        return read_run(directory_of(root, job))
+        return read_run(directory)
     return None
 
 

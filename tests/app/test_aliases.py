@@ -34,12 +34,13 @@ def test_an_old_address_is_the_map_with_a_color(catalog: Catalog, page: str, par
     ("page", "query"),
     [
         ("map", {"view": ["advise"], "budget": ["6"], "by": ["site"], "parts": ["linear"], "recipe": ["bf16"]}),
+        ("runs", {"view": ["advise"], "budget": ["6"], "recipe": ["bf16"]}),
         ("runs", {"view": ["parity"], "parity": ["a run"], "recipe": ["bf16"]}),
     ],
 )
 def test_addresses_of_advice_and_parity_lead_to_their_cost(page: str, query: dict[str, list[str]]):
     view = View(page, query)
-    measured = {"measured": ["a run"]} if page == "runs" else {}
+    measured = {"measured": ["a run"]} if "parity" in query else {}
     assert (view.page, view.params) == ("runs", {"view": ["cost"], "recipe": ["bf16"]} | measured)
     assert [Pin(page, query, chart).chart for chart in ("parity_groups", "parity_steps", "")] == [
         "cost", "cost_steps", "",

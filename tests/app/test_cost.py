@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from scipy import stats
 
 from binade.app.questions.cost.compute import titles
-from binade.app.questions.cost.question import COST, NOTHING
+from binade.app.questions.cost.question import COST, NOTHING, NOTHING_OF_FILTER
 from binade.app.questions.map.question import MAP
 from binade.app.view import View
 from binade.collector import Recorder, instrument, jobs
@@ -21,6 +21,7 @@ from binade.collector.jobs import queue
 from binade.collector.recipes.files import read_recipe
 from binade.data.catalog import Catalog
 from binade.data.experiment import EffectGroup, experiment_files
+from binade.data.filter import Filter
 from binade.data.parity import Policies, joined
 from binade.data.parity_results import ALL, GroupGap, Parity, ParityStep, read_parity
 from binade.data.routing import RoutedLayer, Routing
@@ -141,6 +142,37 @@ def test_several_measurements_can_be_chosen(tmp_path: Path):
         assert "measured 'none'" in View("runs", {"view": ["parity"], "parity": ["none"]}).read(catalog).problems[0]
 
 
+def test_measurements_are_those_of_the_filters_runs(tmp_path: Path):
+    """Of two trained runs with checkpoints, the first was measured twice and the second once; a third not at all."""
+    trained = []
+    for recipe in ("bf16", "mxfp8", "nvfp4"):
+        facts = {"model": "toy", "recipe": recipe, "seed": len(trained)}
+        trained.append(RunWriter.create(tmp_path, recipe, facts))
+        trained[-1].finish(DONE)
+    first, second, third = (run.run_id for run in trained)
+    of = {}
+    for number, run_id in enumerate((first, second, first)):
+        facts = {"kind": "experiment", "model": "toy", "measured_run": run_id, "measures": {"name": number}}
+        facts["weights"] = {"sha256": f"{run_id}/checkpoint"}
+        of[save_parity(tmp_path, "measure", facts, of_recipes())] = run_id
+    with Catalog.open(tmp_path) as catalog:
+        assert titles(catalog).keys() == of.keys()
+        for run_id, label in ((first, "bf16"), (second, "mxfp8")):
+            own = {name for name, measured_run in of.items() if measured_run == run_id}
+            shown = titles(catalog, [run_id])
+            assert shown.keys() == own and all(f" · of {label}" in text for text in shown.values())
+            answer = drawn(COST, catalog, Filter(run_id=[run_id]))
+            assert answer.scope.where.run_id[0] in own and answer.scope.of_runs == len(own)
+            for name in own:  # also if one of another run is chosen
+                asked = drawn(COST, catalog, Filter(run_id=[run_id]), measured=name)
+                assert asked.scope.where.run_id == (name,)
+                other = next(each for each in of if each not in own)
+                assert drawn(COST, catalog, Filter(run_id=[run_id]), measured=other).scope.where.run_id[0] in own
+        assert drawn(COST, catalog, Filter(run_id=[third])).problems == (NOTHING_OF_FILTER,)
+        chosen = next(iter(of))
+        assert chosen in titles(catalog, [chosen])
+
+
 def test_routers_have_a_table_and_a_sentence_says_what_replayed_routes_change(tmp_path: Path):
     random, whole = np.random.default_rng(0), of_recipes()
     layers = tuple(
@@ -249,7 +281,9 @@ def test_a_click_queues_the_measurement_that_is_shown(visit: Visit, collected: P
         at.text_input(key="cost_formats").set_value("mxfp4")
         at.button(key="cost_measure").click()
         rerun(at)
-        assert not at.exception and any("The measurement is queued" in each.value for each in at.success)
+        assert not at.exception and any(each.value.startswith("Job 1 is ") for each in at.success)
+        rerun(at)  # as when the page draws itself again
+        assert any(each.value.startswith("Job 1 is ") for each in at.success)
         (job,) = queue.read_jobs(root)
         options = ("--formats", "mxfp4", "--by", "part,site", "--sequences", "8")
         assert job.command == ("measure", at.selectbox(key="cost_run").value, *options)
@@ -274,8 +308,8 @@ def test_the_advice_is_said_and_its_button_queues_the_runs(visit: Visit, measure
     try:
         next(button for button in at.button if button.label == "Verify").click()
         rerun(at)
-        said = [success.value for success in at.success]
-        assert said == ["6 runs are queued. When they are done, Runs › Recipes compares them."]
+        (said,) = (success.value for success in at.success)
+        assert said.startswith("6 jobs: ") and said.endswith(". When they are done, Runs › Recipes compares them.")
         saved_recipe = root / ".recipes" / "mine.toml"
         recipe = read_recipe(saved_recipe, "mine")
         sites = [recipe.linear, *(part for _, part in recipe.modules)]
@@ -297,3 +331,11 @@ def test_a_measurement_without_the_sizes_of_operands_says_what_to_measure(visit:
     measured(tmp_path, changes_of(SITES, 0.01))
     said = [info.value.replace("\\", "") for info in visit(tmp_path, "cost").info]
     assert any("has no effects with the sizes of operands: measure them with binade advise" in each for each in said)
+
+
+@pytest.mark.slow
+def test_without_a_measurement_one_command_says_how_to_make_one(visit: Visit, collected: Path):
+    """And there is nothing to advise from."""
+    at = visit(collected, "cost")
+    assert [code.value.partition(" 2")[0] for code in at.code] == ["binade measure"]
+    assert words(at).count("binade measure") == 1 and not [each for each in at.expander if "Advise" in each.label]

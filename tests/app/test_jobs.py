@@ -26,12 +26,14 @@ from binade.collector.training.targets import CONFIG
 from binade.data.access import ReadOnlyError
 from binade.data.catalog import Catalog
 from binade.data.json_files import write_json
-from binade.data.runs import list_runs
+from binade.data.runs import RUN_VARIABLE, list_runs
 from binade.quant.formats import FORMATS
 from tests.app import roots
+from tests.app.test_cost import of_recipes
 from tests.app.test_pages import Visit, metrics, rerun, words
 from tests.collector.test_jobs import SHORT, end_all
 from tests.conftest import until
+from tests.data.experiments import save_parity
 
 
 @pytest.fixture
@@ -407,6 +409,25 @@ class TestJobs:
         press(at, f"cancel_{job.id}")
         assert jobs.view_of(root, job).state == "cancelled" and "cancelled before it started" in words(at)
         (queue.folder(root) / "runner.json").unlink()
+
+    def test_a_measurement_that_continues_another_run_leads_to_that(
+        self, visit: Visit, root: Path, monkeypatch: pytest.MonkeyPatch
+    ):
+        """And to delete the job is not to delete that run."""
+        measured = save_parity(root, "parity", {"measures": {}}, of_recipes())
+        job = jobs.add_command(root, ("parity", "a run", "--rollout", "mxfp4"))
+        with monkeypatch.context() as started:
+            started.setenv(RUN_VARIABLE, str(root / job.run_id))
+            assert save_parity(root, "parity", {"measures": {}}, of_recipes()) == measured
+        launch = directory.Launch(processes.host(), processes.boot(), job.created)
+        runner.Runner(root)._settle(job, launch, 0)
+        at = visit(root, "jobs")
+        assert " done]" in words(at) and f"continued run {measured}" in words(at).replace("\\", "")
+        shown = [link.proto for link in at.get("page_link")]
+        assert any(link.label == "Open in Cost" and f"measured={measured}" in link.query_string for link in shown)
+        assert f"with_run_{job.id}" not in [box.key for box in at.checkbox]
+        press(at, f"delete_{job.id}")
+        assert [run.run_id for run in list_runs(root)[0]] == [measured] and not (root / job.run_id).exists()
 
     def test_delete_says_what_goes_and_takes_the_run(self, visit: Visit, root: Path, collected: Path):
         roots.copy(collected, root)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from streamlit.proto.BackMsg_pb2 import BackMsg
 from streamlit.proto.WidgetStates_pb2 import WidgetState, WidgetStates
 from streamlit.runtime.state.common import WidgetMetadata
+from streamlit.runtime.state.session_state import SessionState
+from streamlit.testing.v1 import AppTest
 
 from binade.app.guard import PROTOCOL_ERROR, Guard
-from binade.app.reruns import _readable
+from binade.app.reruns import _leave_out_unreadable, _readable
 from binade.app.sharing import Sharing
 
 
@@ -62,3 +65,26 @@ def test_a_value_that_a_widget_cannot_have_is_left_out(caplog: pytest.LogCapture
     assert [record.getMessage() for record in caplog.records] == [
         "The browser sent 2 values that their widgets cannot have"
     ]
+
+
+@pytest.mark.parametrize(
+    ("sent", "value"),
+    [({"int_value": 5}, 5), ({"double_value": 5.0}, 5), ({"string_value": "5"}, 8), ({"double_value": math.nan}, 8)],
+    ids=str,
+)
+def test_a_field_of_whole_numbers_takes_both_kinds_of_numbers(
+    sent: dict[str, Any], value: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Streamlit's own widget: it registers floats, and its browser sends integers."""
+
+    def page():
+        import streamlit as st
+
+        st.text(f"{st.number_input('Sequences', 2, 10_000, 8)!r}")
+
+    monkeypatch.setattr(SessionState, "on_script_will_rerun", SessionState.on_script_will_rerun)
+    _leave_out_unreadable()
+    shown = AppTest.from_function(page).run()
+    (field,) = shown.number_input
+    shown._run(WidgetStates(widgets=[WidgetState(id=field.id, **sent)]))
+    assert not shown.exception and shown.text[0].value == repr(value)

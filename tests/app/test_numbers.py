@@ -82,5 +82,5 @@ def test_tooltips_texts_and_legends_have_them_too():
     assert {"3.0·10⁴", "−1.2·10⁻⁷", "2.0·10⁴", "0"} <= shown
     encoding = Figure("x", chart, pd.DataFrame(), "").spec["encoding"]["tooltip"]
     assert [each["type"] for each in encoding] == ["nominal", "nominal", "quantitative"]
-    assert encoding[2]["format"] == ".1%" and "format" not in encoding[1]
+    assert encoding[2]["format"] == ".1%"
     assert "e+" not in svg

@@ -178,7 +178,7 @@ def test_the_other_tensor_that_is_shown_by_default(tmp_path: Path):
 @pytest.mark.slow
 def test_the_page_keeps_the_chosen_tensor_in_its_address(visit, collected: Path):
     at = visit(collected, "tensor", view="pair", quant_type="mxfp4")
-    (box,) = [each for each in at.selectbox if each.label == "Compare with"]
+    (box,) = [each for each in at.selectbox if each.label == "Other tensor"]
     assert at.session_state["tensor"] not in box.options and "other" not in at.query_params
     with Catalog.open(collected) as opened:
         row = opened.rows_of([at.session_state["tensor"]]).iloc[0]

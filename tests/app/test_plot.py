@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import altair as alt
@@ -10,6 +11,7 @@ import pandas as pd
 import vl_convert
 
 from binade.app import plot
+from binade.app.figure import Figure
 from binade.app.style import MEASURES
 
 TABLE = pd.DataFrame({"place": ["a", "b"], "layer": [1, 2], "sqnr_db": [12.345, np.inf], "share": [0.25, 0.5]})
@@ -61,3 +63,18 @@ def test_bars_have_texts_and_lines_between_known_ends():
         kind: len(re.findall(rf'aria-roledescription="{kind}"', svg)) for kind in ("bar", "rule mark", "text mark")
     }
     assert drawn == {"bar": 2, "rule mark": 1, "text mark": 2}
+
+
+def test_under_the_pointer_every_text_is_that_of_the_nearest_iteration():
+    """Vega draws a cell around the rule of each iteration, whose data are those of the rule, not of the cell."""
+    table = pd.DataFrame({"iteration": [0, 0, 1, 1], "group": ["a", "b"] * 2, "loss": [3.0, 2.5, 2.0, 1.5]})
+    x, y = plot.iterations(), plot.y("loss", "loss")
+    lines = plot.mark("line", table, x=x, y=y, color=plot.named("group", {"a": "red", "b": "blue"}))
+    spec = Figure("x", plot.layers("loss", "", lines, *plot.pointer(lines, ["a", "b"], "loss")), table, "").spec
+    made = vl_convert.vegalite_to_vega(json.dumps(spec))
+    (cells,) = (
+        each for group in made["marks"] for each in (group, *group.get("marks", []))
+        if each["name"].endswith("voronoi")
+    )  # fmt: skip
+    shown = cells["encode"]["update"]["tooltip"]["signal"]
+    assert len(re.findall(r"datum\.datum\[", shown)) == len(re.findall(r"datum\[", shown)) >= 3

@@ -46,8 +46,8 @@ LOOKED_AT = {
 def test_axe_finds_nothing_serious_and_a_phone_shows_all(visit: Callable[..., Page], app: str, every: int):
     page = visit()
     found, csv = {}, []
-    assert len(LOOKED_AT) == 11
-    paths = [*LOOKED_AT.values()][every // 4 :: every]  # the Map, Compare and SQL, or all
+    assert len(LOOKED_AT) == 12
+    paths = [*LOOKED_AT.values()][every // 2 :: every]  # Tensor, Difference and SQL, or all
     for path in paths:
         page.set_viewport_size({"width": 1280, "height": 1000})
         page.emulate_media(color_scheme="light")

@@ -16,6 +16,7 @@ from binade.app.questions.shared import distributions
 from binade.app.view import View
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
+from binade.data.runs import list_runs, read_steps
 from tests.app import roots
 from tests.bench.make_root import make_root
 from tests.browser.driver import choose, chosen, new_page, serving, settle, turn_to
@@ -392,6 +393,29 @@ def test_a_drag_over_magnitudes_finds_their_channels_and_a_click_on_one_its_magn
     assert said.count() == 0 and "Largest magnitude by channel" in channels.locator("svg.marks").evaluate(
         "svg => svg.textContent"
     )
+
+
+@pytest.mark.parametrize(("part", "name"), [("table", "losses"), ("recipes", "gaps")])
+def test_hovering_over_lines_says_the_value_of_each(visit: Callable[..., Page], collected: Path, part: str, name: str):
+    """Of the nearest iteration, as loss.jsonl has it."""
+    page = visit(f"/runs?view={part}")
+    chart = page.locator(f".st-key-chart_{name} svg.marks")
+    chart.scroll_into_view_if_needed()
+    box = chart.bounding_box()
+    assert box
+    shown = page.locator("#vg-tooltip-element.visible")
+    for place in (0.3, 0.31):
+        page.mouse.move(box["x"] + place * box["width"], box["y"] + 0.5 * box["height"])
+    shown.wait_for()
+    (_, at), *rows = (row.inner_text().split("\t") for row in shown.get_by_role("row").all())
+    losses = {
+        run.run_id: step["loss"] for run in list_runs(collected)[0] for step in read_steps(run.directory)
+        if step["iteration"] == int(at.strip().replace("−", "-"))
+    }  # fmt: skip
+    (base,) = (losses[run.run_id] for run in list_runs(collected)[0] if run.config["recipe"] == "bf16")
+    expected = {value - base if name == "gaps" else value for value in losses.values()}
+    values = {value.strip().replace("−", "-") for _, value in rows}
+    assert len(rows) > 1 and values <= {f"{value:.4f}" for value in expected} and len(values) > 1
 
 
 @pytest.mark.thorough

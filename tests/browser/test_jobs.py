@@ -94,6 +94,19 @@ def test_a_run_launched_by_clicking_is_watched_and_opened(visit: Visit, app: str
     assert page.complaints == [] and other.complaints == []
 
 
+def test_a_number_that_is_typed_stays(visit: Visit, app: str, root: Path):
+    """In the field and in the command, although the browser sends a whole number as an integer."""
+    page = enter(visit, app, "New collection")
+    for label, option, number in (("Recorded iterations", "--control-iter", "5"), ("Layers", "--layers", "1")):
+        field = page.get_by_label(label, exact=True)
+        field.fill(number)
+        field.press("Enter")
+        expect(page.get_by_test_id("stCode").filter(has_text=f"{option} {number}")).to_be_visible()
+        settle(page)
+        expect(field).to_have_value(number)
+    assert page.complaints == []
+
+
 def test_a_form_is_in_its_address(visit: Visit, app: str, root: Path):
     """A reload keeps it, Back undoes each change, and Forward repeats it."""
     page = enter(visit, app, "New collection")

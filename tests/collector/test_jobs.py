@@ -19,6 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from binade.app.jobs import summary
 from binade.collector import jobs
 from binade.collector.cli.jobs import add_line
 from binade.collector.cli.options import parse
@@ -30,8 +31,9 @@ from binade.collector.training.config import RunConfig
 from binade.collector.training.plan import plan
 from binade.data.access import ReadOnlyError
 from binade.data.catalog import Catalog
+from binade.data.continued import continued_run
 from binade.data.json_files import write_json
-from binade.data.runs import RUN_VARIABLE, RunState, RunWriter, list_runs, read_status, write_queued
+from binade.data.runs import RUN_VARIABLE, RunState, RunWriter, list_runs, read_status, settle, write_queued
 from binade.data.store import HOST
 from tests.collector.forked import run_forked
 from tests.collector.test_failures import check_rows
@@ -302,7 +304,7 @@ class TestRun:
         write_queued(root / job.run_id)
         writer = RunWriter.create(root, "mine", {})
         writer.append_loss({"iteration": 0, "loss": 2.0})
-        writer.finish("failed")
+        writer.finish(RunState.FAILED)
         (writer.directory / "run.json").write_text("{")
         jobs.delete(root, job.id)
         assert (writer.directory / "loss.jsonl").exists() and not (writer.directory / "job.json").exists()
@@ -357,6 +359,37 @@ class TestRun:
         assert command("jobs", "add", *line) == 2
         error = capsys.readouterr().err
         assert error.count("\n") == 1 and expected in error and not queue.read_jobs(root)
+
+    def test_a_command_that_continues_another_run_names_it(self, root, tmp_path, command, capsys, monkeypatch):
+        """While it runs, when it is cancelled and when it is done: it has begun, in the directory of that run."""
+        steps = tmp_path / "state" / "trainer_state.json"
+        steps.parent.mkdir()
+        steps.write_text(json.dumps({"log_history": [{"step": 1, "loss": 2.5}]}))
+        line = ("import", str(steps.parent))
+        assert command("jobs", "add", *line) == 0 and command("jobs", "add", *line) == 0
+        first, second = queue.read_jobs(root)
+        made, view = ended(root, first).run, ended(root, second)
+        assert (view.state, view.reason, view.run) == ("done", None, None), jobs.log_tail(root, second)
+        assert view.continues.run_id == view.written.run_id == made.run_id and len(list_runs(root)[0]) == 1
+        assert summary.line(view, jobs.progress(view)).startswith(f"continued run {made.run_id}")
+        capsys.readouterr()
+        assert command("jobs") == 0 and capsys.readouterr().out.count(made.run_id) == 2
+
+        third = jobs.add_command(root, line)
+        set_process(root, third, None, host=processes.host(), runner=processes.Process.of(os.getpid()))
+        assert now(root, third).state == "starting"
+        monkeypatch.setenv(RUN_VARIABLE, str(root / third.run_id))
+        same = {name: made.config[name] for name in ("kind",)}
+        with pytest.raises(KeyboardInterrupt), continued_run(root, "import", same, list(same), "") as (writer, known):
+            assert known and writer.run_id == made.run_id
+            view = now(root, third)
+            assert (view.state, view.continues.run_id) == ("running", made.run_id)
+            assert summary.line(view, jobs.progress(view)) == f"continues run {made.run_id}"
+            raise KeyboardInterrupt
+        settle(root / third.run_id, RunState.CANCELLED, None)
+        directory.change_launch(root, third, ended="2026-01-02")
+        view = now(root, third)
+        assert view.state == "cancelled" and summary.line(view, jobs.progress(view)).startswith("continued run ")
 
     @pytest.mark.thorough
     def test_resume_continues_the_run_of_the_job_under_its_number(self, root):

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import pandas as pd
 
+from binade.app.questions.shared.runs import labels_of
 from binade.data import effects, evidence
 from binade.data.catalog import Catalog
 from binade.data.effects import measured_effects
@@ -81,14 +82,18 @@ class MeasuredCosts:
         return self.of_kind(WHOLE) or self.of_kind("part")
 
 
-def titles(opened: Catalog) -> dict[str, str]:
-    """What a list shows of each measurement, by its run, newest first."""
-    shown = {}
-    for run_id, text in opened.runs()[["run_id", "config"]].itertuples(index=False):
+def titles(opened: Catalog, run_ids: Sequence[str] = ()) -> dict[str, str]:
+    """What a list shows of each measurement, by its run, newest first: what was measured, of which model or run. Only
+    those of the models of some runs, if any are given."""
+    shown, labels = {}, labels_of(opened)
+    runs = opened.runs()
+    runs = runs[runs["run_id"].isin(opened.of_same_models(run_ids))] if run_ids else runs
+    for run_id, text in runs[["run_id", "config"]].itertuples(index=False):
         config = json.loads(text)
         if config.get("kind") == EXPERIMENT:
-            of = str(config.get("compares") or "Loss")
-            shown[str(run_id)] = " · ".join(filter(None, (of, config.get("model"), str(run_id))))
+            what, measured = str(config.get("compares") or "Loss"), str(config.get("measured_run") or "")
+            of = f"of {labels.get(measured, measured)}" if measured else config.get("model")
+            shown[str(run_id)] = " · ".join(filter(None, (what, of, str(run_id))))
     return shown
 
 

@@ -38,13 +38,14 @@ FAILED = (AdviceError, ConfigError, RecipeError, SpecError, jobs.JobError, jobs.
 BUDGETS = (4.5, 5.0, 5.5, 6.0, 7.0, 8.0, 9.0, 10.0, 12.0, 14.0)
 BY = {"site": "Products", "layer": "Layers", "module": "Modules", "model": "The whole model"}
 MOST_RUNS = 50  # that are offered, the newest ones
+MEASURING, VERIFYING = "cost_measuring", "cost_verifying"  # the jobs that a session has queued here
 
 
 def show(opened: Catalog, view: View, reading: Reading) -> Scope | None:
     scope = layout.show(opened, view, reading)
     trained = _trained(opened, reading.where)
     if trained:
-        with st.expander("Measure", icon=":material/straighten:", expanded=not reading.values["measured"]):
+        with st.expander("Measure", icon=":material/straighten:", expanded=scope is None):
             _measure(opened, trained, view)
     if run_id := _with_effects(opened, reading):
         with st.expander("Advise formats", icon=":material/tune:"):
@@ -90,19 +91,35 @@ def _measure(opened: Catalog, trained: dict[str, Plan], view: View) -> None:
     command = ["measure", run_id, "--formats", ",".join(formats), "--by", ",".join(by), "--sequences", str(sequences)]
     where = f"--tensor-save-dir {shlex.quote(str(opened.root))}"
     st.code(f"{shlex.join(['binade', *command])} {where}", language="shell", wrap_lines=True)
-    if read_only() or not st.button("Measure", icon=":material/straighten:", key="cost_measure"):
+    if read_only():
         return
-    try:
-        for text in formats:
-            parse_recipe(text)
-        title = f"Measure {', '.join(formats)} in {labels.get(run_id, run_id)}"
-        jobs.add_command(opened.root, command, title, tags=["measure"])
-        jobs.start_runner(opened.root)
-    except FAILED as error:
-        st.error(plain(f"Nothing was queued: {error}."), icon=":material/error:")
+    if st.button("Measure", icon=":material/straighten:", key="cost_measure"):
+        try:
+            for text in formats:
+                parse_recipe(text)
+            title = f"Measure {', '.join(formats)} in {labels.get(run_id, run_id)}"
+            st.session_state[MEASURING] = [jobs.add_command(opened.root, command, title, tags=["measure"])]
+            jobs.start_runner(opened.root)
+        except FAILED as error:
+            st.error(plain(f"Nothing was queued: {error}."), icon=":material/error:")
+    _queued(opened, MEASURING, "This page shows what it has measured so far.", view)
+
+
+def _queued(opened: Catalog, key: str, then: str, view: View) -> None:
+    """How the jobs are doing that were queued on this page, also when the page draws itself again."""
+    states = []
+    for job in st.session_state.get(key, ()):
+        with suppress(jobs.JobError):  # one that was deleted
+            states.append(jobs.view_of(opened.root, job).state)
+    if not states:
         return
-    st.success("The measurement is queued. This page shows what it has measured so far.", icon=":material/check:")
-    link(view.at("runs", "jobs"), "See it among the jobs", ":material/list_alt:")
+    first = st.session_state[key][0]
+    if len(states) == 1:
+        text = f"Job {first.id} is {states[0]}"
+    else:
+        text = f"{len(states)} jobs: {', '.join(f'{states.count(state)} {state}' for state in dict.fromkeys(states))}"
+    st.success(f"{text}. {then}", icon=":material/list_alt:")
+    link(view.at("runs", "jobs", job=str(first.id)), "See it among the jobs", ":material/list_alt:")
 
 
 def _advise(opened: Catalog, run_id: str, trained: dict[str, Plan], view: View) -> None:
@@ -137,19 +154,14 @@ def _verify(opened: Catalog, advice: Advice, name: str, trained: dict[str, Plan]
     seeds = columns[2].number_input("Seeds", 1, 100, 3, key="advise_seeds")
     iterations = columns[3].number_input("Iterations", 2, 10**6, 200, key="advise_iterations")
     help = "Saves the recipe and trains bf16, the best single format with at most as many bits, and the recipe"
-    if not columns[4].button("Verify", icon=":material/fact_check:", help=help, width="stretch"):
-        return
-    root = opened.root
-    try:
-        path = saved_recipes.path_of(root, name)
-        config = replace(trained[run_id].config, recipe=BF16)
-        runs = verification(config, advice, str(path), int(seeds), int(iterations))
-        saved_recipes.save(path, to_toml(advice.recipe(name)))
-        queue_verification(root, runs, name)
-    except FAILED as error:
-        st.error(plain(f"Nothing was queued: {error}."), icon=":material/error:")
-        return
-    st.success(
-        f"{len(runs)} runs are queued. When they are done, Runs › Recipes compares them.", icon=":material/check:"
-    )
-    link(view.at("runs", "jobs"), "See them among the jobs", ":material/list_alt:")
+    if columns[4].button("Verify", icon=":material/fact_check:", help=help, width="stretch"):
+        root = opened.root
+        try:
+            path = saved_recipes.path_of(root, name)
+            config = replace(trained[run_id].config, recipe=BF16)
+            runs = verification(config, advice, str(path), int(seeds), int(iterations))
+            saved_recipes.save(path, to_toml(advice.recipe(name)))
+            st.session_state[VERIFYING] = queue_verification(root, runs, name)
+        except FAILED as error:
+            st.error(plain(f"Nothing was queued: {error}."), icon=":material/error:")
+    _queued(opened, VERIFYING, "When they are done, Runs › Recipes compares them.", view)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,10 +25,11 @@ from binade.data.routing import FLIPS, LEGEND
 from binade.data.text import counted
 
 NOTHING = (
-    "Nothing was measured in this root. For the loss: binade measure RUN --formats mxfp4,nvfp4 --by part,site; for "
+    "Nothing was measured in this root. For the loss of runs that were trained here: choose Measure below; for "
     "log-probabilities of two recipes: binade parity RUN --rollout mxfp4; for dumps of log-probabilities: binade "
     "parity FILE --save."
 )
+NOTHING_OF_FILTER = "Nothing was measured of the runs of the filter: choose Measure below, or binade parity RUN."
 NOTE = (
     "Each group of products is rounded alone, on the same weights and sequences as without rounding. Changes of groups "
     "do not add up."
@@ -96,11 +97,11 @@ QUANTITY = Control(
 
 
 def _controls(selection: Selection, values: dict[str, Any]) -> Iterable[Control]:
-    if not values["measured"]:
+    titles = compute.titles(selection.opened, selection.where.run_id)
+    if not titles:
         return []
-    titles = compute.titles(selection.opened)
     shown = [replace(MEASURED, options=list(titles), titles=titles)]
-    measured = compute.measurement_of(selection.opened, values["measured"])
+    measured = compute.measurement_of(selection.opened, _chosen(titles, values))
     if isinstance(measured, MeasuredCosts):
         if len(measured.kinds) > 1:
             shown.append(replace(GROUPS, options=measured.kinds))
@@ -109,10 +110,16 @@ def _controls(selection: Selection, values: dict[str, Any]) -> Iterable[Control]
     return shown
 
 
+def _chosen(titles: Mapping[str, str], values: dict[str, Any]) -> str:
+    """The run of the measurement that is chosen, else the newest of the titles."""
+    return values["measured"] if values["measured"] in titles else next(iter(titles))
+
+
 def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
-    run_id = values["measured"]
-    if not run_id:
-        return Drawn(problems=(NOTHING,))
+    titles = compute.titles(selection.opened, selection.where.run_id)
+    if not titles:
+        return Drawn(problems=(NOTHING_OF_FILTER if values["measured"] else NOTHING,))
+    run_id = _chosen(titles, values)
     measured = compute.measurement_of(selection.opened, run_id)
     if isinstance(measured, str):
         return Drawn(problems=(measured,))
@@ -126,7 +133,7 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
         if parity.gaps[0].divergences:
             said.append(evidence.say("KL(R‖T) is {divergence}.", divergence=parity.gaps[0].divergence))
         said += routing_findings(parity.gaps[0], parity.routing) if parity.routing else []
-    scope = Scope(Filter(run_id=(run_id,)), counts, len(compute.titles(selection.opened)))
+    scope = Scope(Filter(run_id=(run_id,)), counts, len(titles))
     return Drawn(tuple(items), evidence.together(*said), scope=scope)
 
 

@@ -35,7 +35,7 @@ NONE = (
     "No other run, iteration or layer has this tensor with its values on disk. Choose a tensor to compare this one "
     "with."
 )
-OTHER = Control(name="other", label="Compare with", param=known_tensor, widget="list", placeholder="choose a tensor")
+OTHER = Control(name="other", label="Other tensor", param=known_tensor, widget="list", placeholder="choose a tensor")
 RELATIVE = Measure("relative", "Relative difference", "%", "‖a − b‖ / ‖a‖")
 CHANGE = "The other’s value over this tensor’s; of values with a unit, their difference"
 LARGEST = Measure("largest", "Largest difference", definition="the largest |a − b|")
