@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import click
 
 from binade.app.report import options
-from binade.data.filter import FilterError
+from binade.data.words.filter import FilterError
 from binade.filter_options import filter_of
 from binade.terminal import BAD_USAGE, CliOption, Command, fail, line_of, resolve_root, root_option
 
@@ -70,8 +70,8 @@ def _serve(
     """
     # Arrow's own allocator keeps what each thread has freed. It is chosen when pyarrow is imported.
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
-    from binade.app import sharing
-    from binade.data import access
+    from binade.app.frame import sharing
+    from binade.data.run import access
 
     shared = sharing.sharing_of(host, port, allow_host, trust_proxy_header, proxy, login, operators, base_path)
     runs = resolve_root(root)
@@ -121,7 +121,7 @@ def _login_host() -> str:
     from streamlit import auth_util
     from streamlit.errors import StreamlitAuthError
 
-    from binade.app.sharing import SharingError
+    from binade.app.frame.sharing import SharingError
 
     if not auth_util.is_authlib_installed():
         raise SharingError("--login needs the package Authlib: pip install 'binade[login]'")
@@ -160,7 +160,7 @@ def _export(root: str | None, session: str, output: Path, values: str) -> int:
     if output.is_dir() or not output.name:
         return fail(f"{output} is a folder: pass a file name to --output", BAD_USAGE)
     from binade.app.sessions import storage
-    from binade.data.catalog import Catalog
+    from binade.data.index.catalog import Catalog
 
     where = resolve_root(root)
     saved = storage.load(where, session).session

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import streamlit as st
 
-from binade.app import frame, uploads, users
+from binade.app.frame import frame, uploads, users
 from binade.app.pages.registry import PAGES
 from binade.app.sessions import open_session
-from binade.data.catalog import DamagedIndexError
+from binade.data.index.catalog import DamagedIndexError
 
 # Drawn here: Streamlit's own icons would be fetched from another host.
 ICON = (
@@ -23,7 +23,8 @@ SKIP = (
     '<nav class="skip" aria-label="Skip to"><a href="#filter">Skip to the filter</a>'
     '<a href="#table">Skip to the table</a><a href="#charts">Skip to the charts</a></nav>'
 )
-SCRIPTS = "".join(Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("skip.js", "table_names.js"))
+HERE = Path(__file__).with_name("frame")
+SCRIPTS = "".join((HERE / name).read_text(encoding="utf-8") for name in ("skip.js", "table_names.js"))
 
 
 def navigate(default: str = "map") -> None:

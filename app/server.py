@@ -9,16 +9,16 @@ from starlette.middleware import Middleware
 from starlette.routing import Route
 from streamlit.starlette import App
 
-from binade.app import downloads, reruns, sharing, users
-from binade.app.base_path import WithBasePath, WithoutBasePath
-from binade.app.components import routes
-from binade.app.guard import Guard
-from binade.app.one_address import OneAddress
-from binade.app.preloading import Preloading, import_pages
-from binade.data import access
-from binade.data.cache import release_memory
-from binade.data.runs import resolve_root
-from binade.data.store import sweep_tree
+from binade.app.draw.components import routes
+from binade.app.frame import downloads, reruns, sharing, users
+from binade.app.frame.base_path import WithBasePath, WithoutBasePath
+from binade.app.frame.guard import Guard
+from binade.app.frame.one_address import OneAddress
+from binade.app.frame.preloading import Preloading, import_pages
+from binade.data.index.cache import release_memory
+from binade.data.run import access
+from binade.data.run.directory import resolve_root
+from binade.data.run.store import sweep_tree
 
 may_sweep = not access.read_only()  # of the process, not of a user
 access.restrict(users.reason)

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from binade.collector import Merge, Recorder, Watch, coverage, instrument, instrument_provider, measure
     from binade.collector import TrainerCallback as TrainerCallback  # not in __all__: it needs transformers
-    from binade.data.catalog import Catalog
-    from binade.data.export import Sink
-    from binade.data.filter import Filter
+    from binade.data.exchange.export import Sink
+    from binade.data.index.catalog import Catalog
+    from binade.data.words.filter import Filter
     from binade.quant import FORMATS, compare, conform, fake_quantize, identify, quantize
 
 __version__ = "0.1.0"
@@ -40,9 +40,9 @@ _HOME = {
     "instrument": "collector",
     "instrument_provider": "collector",
     "measure": "collector",
-    "Catalog": "data.catalog",
-    "Filter": "data.filter",
-    "Sink": "data.export",
+    "Catalog": "data.index.catalog",
+    "Filter": "data.words.filter",
+    "Sink": "data.exchange.export",
 }
 
 __all__ = [

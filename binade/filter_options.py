@@ -1,4 +1,4 @@
-"""The filters of commands that read the index: the fields of data.filter as options. No heavy import."""
+"""The filters of commands that read the index: the fields of data.words.filter as options. No heavy import."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from urllib.parse import parse_qs, urlsplit
 
 import click
 
-from binade.data.fields import IDENTITIES
-from binade.data.filter import FIELDS, INTEGER_FIELDS, Filter
+from binade.data.words.fields import IDENTITIES
+from binade.data.words.filter import FIELDS, INTEGER_FIELDS, Filter
 from binade.terminal import CliOption, names
 
 FILTER = ("Filter", "These are the fields of the app's filter. Separate values with commas.")

@@ -19,17 +19,17 @@ from inspect import Parameter, Signature
 from textwrap import fill
 from typing import Any
 
-from binade.app.control import Control
-from binade.app.figure import Drawn
+from binade.app.draw.control import Control
+from binade.app.draw.figure import Drawn
 from binade.app.measures.registry import MAP_MEASURES
 from binade.app.pages.registry import PART
-from binade.app.params import AnySpec, Many, One, Range, Whole, texts_of
 from binade.app.questions.question import Question
 from binade.app.questions.registry import QUESTIONS
 from binade.app.questions.shared.selection import Of
-from binade.app.view import View
-from binade.data.catalog import Catalog
-from binade.data.filter import Filter
+from binade.app.view.params import AnySpec, Many, One, Range, Whole, texts_of
+from binade.app.view.view import View
+from binade.data.index.catalog import Catalog
+from binade.data.words.filter import Filter
 
 # What a question is asked of has parameters, too; its own are its controls.
 _OF: dict[Of, dict[str, str]] = {

@@ -107,7 +107,7 @@ def root_option(title: str = "Options") -> CliOption:
 
 def resolve_root(given: str | None) -> Path:
     """The root of the runs, which may not exist yet. Raises RunError."""
-    from binade.data.runs import check_usable, resolve_root  # imports pyarrow: --help does not wait for it
+    from binade.data.run.directory import check_usable, resolve_root  # imports pyarrow: --help does not wait for it
 
     check_usable(root := resolve_root(given))
     return root

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from binade.data.text import describe
+from binade.data.words.text import describe
 
 
 class ConfigError(ValueError):

@@ -8,7 +8,7 @@ from inspect import cleandoc
 
 import click
 
-from binade.app.glossary import TERMS
+from binade.app.draw.glossary import TERMS
 from binade.app.measures.registry import DEFINED
 from binade.app.questions import registry
 from binade.cli import build
@@ -16,9 +16,9 @@ from binade.collector.cli.options import training_params
 from binade.collector.imports.readers.registry import READERS
 from binade.collector.recipes.files import PUBLISHED
 from binade.collector.recipes.parse import parse_recipe
-from binade.data.index_tables import INDEX_TABLES
-from binade.data.tensor_kinds import TENSOR_KINDS
-from binade.data.text import markdown_table
+from binade.data.index.tables import INDEX_TABLES
+from binade.data.run.tensor_kinds import TENSOR_KINDS
+from binade.data.words.text import markdown_table
 from binade.quant.formats import FORMATS
 from binade.quant.scaling import SCALINGS
 from binade.quant.specs import Spec

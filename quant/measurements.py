@@ -1,6 +1,6 @@
 """What is measured of a tensor: the statistics of its values, and the error of rounding it.
 
-Apart from the arrays of the sketch, each field is a number that data/columns.py makes a column of; `meaning` in a
+Apart from the arrays of the sketch, each field is a number that data/run/columns.py makes a column of; `meaning` in a
 field's metadata describes it, and METRICS the errors. This file imports no torch.
 """
 

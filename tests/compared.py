@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from binade.collector.cli.compare import CompareSection, render, sections
-from binade.data.catalog import Catalog
+from binade.data.index.catalog import Catalog
 
 
 def compared(root: Path) -> list[CompareSection]:

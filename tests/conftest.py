@@ -25,7 +25,7 @@ from filelock import FileLock
 from tests.template import Fork
 
 if TYPE_CHECKING:
-    from binade.data.catalog import Catalog
+    from binade.data.index.catalog import Catalog
 
 # Before torch is imported, and for every process that a test starts: tensors here are too small to share.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -264,7 +264,7 @@ def measured_root(root_once: MadeOnce, collected: Path) -> Path:
 @pytest.fixture(scope="module")
 def catalog(collected: Path) -> Iterator[Catalog]:
     """The catalog of the collected runs."""
-    from binade.data.catalog import Catalog  # not where only kernels are run
+    from binade.data.index.catalog import Catalog  # not where only kernels are run
 
     with Catalog.open(collected) as opened:
         yield opened

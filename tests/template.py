@@ -56,11 +56,11 @@ def _main() -> None:
     gc.disable()
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")  # as `binade serve`, before pyarrow is imported
     import binade.collector.training.loop  # noqa: F401
-    from binade.app.preloading import import_pages
+    from binade.app.frame.preloading import import_pages
 
     import_pages()
     gc.freeze()
-    atexit.register(gc.unfreeze)  # as `binade.app.state`: else nanobind reports what is left of DuckDB on stderr
+    atexit.register(gc.unfreeze)  # as `binade.app.frame.state`: else nanobind reports what is left of DuckDB on stderr
     gc.enable()
     requests = socket.socket(fileno=int(sys.argv[1]))
     while True:

@@ -15,7 +15,7 @@ import yaml
 
 from binade.cli import build
 from binade.collector.cli.options import parse
-from binade.data.index_tables import INDEX_TABLES
+from binade.data.index.tables import INDEX_TABLES
 from tests.conftest import PROJECT
 
 PAGES = [PROJECT / "README.md", PROJECT / "CONTRIBUTING.md", *sorted((PROJECT / "docs").glob("*.md"))]

@@ -33,7 +33,7 @@ def test_a_terminal_without_utf_8_is_given_escapes(tmp_path: Path):
 @pytest.mark.thorough
 def test_every_text_file_of_the_package_is_read_in_utf_8(tmp_path: Path):
     """Python itself warns of a text file that is opened in the locale's encoding, in any module that this imports."""
-    code = "import pkgutil, importlib, binade.app.main, binade.data.intake as i, binade.app.cli; i.schema()"
+    code = "import pkgutil, importlib, binade.app.main, binade.data.index.intake as i, binade.app.cli; i.schema()"
     environment = LOCALE | {"HOME": str(tmp_path), "PYTHONWARNDEFAULTENCODING": "1"}
     command = [sys.executable, "-W", "error::EncodingWarning:binade", "-c", code]
     done = subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, text=True)

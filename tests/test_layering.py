@@ -60,7 +60,9 @@ def roots(names: set[str]) -> set[str]:
 def test_the_four_packages_are_found():
     assert {path.partition("/")[0] for path in SOURCES} == set(OURS)
     assert all((PROJECT / "binade" / package).resolve() == PROJECT / package for package in OURS)
-    assert {"quant/reference.py", "data/catalog.py", "collector/training/config.py", "app/main.py"} <= set(SOURCES)
+    assert {"quant/reference.py", "data/index/catalog.py", "collector/training/config.py", "app/main.py"} <= set(
+        SOURCES
+    )
 
 
 @pytest.mark.parametrize(
@@ -170,13 +172,7 @@ def test_app_takes_from_the_collector_only_what_imports_no_torch():
         ("triton", lambda path: path.startswith("quant/backends/triton_")),
         (
             "duckdb",
-            lambda path: (
-                path
-                in {
-                    f"data/{name}.py"
-                    for name in ("catalog", "index", "intake", "open_index", "sandbox", "sketches", "statement")
-                }
-            ),
+            lambda path: path.startswith("data/index/"),
         ),
         (
             "streamlit",
@@ -184,10 +180,23 @@ def test_app_takes_from_the_collector_only_what_imports_no_torch():
                 (path.startswith("app/") and path.endswith(("page.py", "_view.py")))
                 or path
                 in (
-                    *("app/main.py", "app/address.py", "app/bar.py", "app/frame.py", "app/show.py", "app/state.py"),
-                    *("app/cli.py", "app/server.py", "app/users.py", "app/uploads.py", "app/downloads.py"),
-                    *("app/reruns.py", "app/components.py", "app/header.py"),
-                    "app/guard.py",  # which reads the messages of websockets
+                    *(
+                        "app/main.py",
+                        "app/frame/address.py",
+                        "app/frame/bar.py",
+                        "app/frame/frame.py",
+                        "app/draw/show.py",
+                        "app/frame/state.py",
+                    ),
+                    *(
+                        "app/cli.py",
+                        "app/server.py",
+                        "app/frame/users.py",
+                        "app/frame/uploads.py",
+                        "app/frame/downloads.py",
+                    ),
+                    *("app/frame/reruns.py", "app/draw/components.py", "app/frame/header.py"),
+                    "app/frame/guard.py",  # which reads the messages of websockets
                     *("app/sessions/open_session.py", "app/pages/tensor_notes.py", "app/questions/layout.py"),
                 )
             ),
@@ -195,7 +204,7 @@ def test_app_takes_from_the_collector_only_what_imports_no_torch():
         (
             "altair",
             lambda path: (
-                path in ("app/plot.py", "app/style.py", "app/figure.py", "app/pages/sql_chart.py")
+                path in ("app/draw/plot.py", "app/draw/style.py", "app/draw/figure.py", "app/pages/sql_chart.py")
                 or path in ("app/cli.py", "app/report/writer.py")  # which turn off its checks
             ),
         ),
@@ -212,14 +221,17 @@ def test_imports_no_torch():
     without = (
         *("binade", "binade.cli", "binade.collector", "binade.collector.cli.options", "binade.collector.jobs"),
         *("binade.collector.imports.registry", "binade.collector.recipes.parse", "binade.collector.recipes.recipe"),
-        *("binade.collector.training.config", "binade.data.export", "binade.quant.formats"),
+        *("binade.collector.training.config", "binade.data.exchange.export", "binade.quant.formats"),
     )
     assert not {module: TORCH & loaded for module, loaded in loaded_by(*without).items() if TORCH & loaded}
 
 
 def test_reading_the_index_imports_no_torch():
     for module, loaded in loaded_by(
-        "binade.data.catalog", "binade.data.comparison", "binade.data.ablation", "binade.collector.cli.compare"
+        "binade.data.index.catalog",
+        "binade.data.compare.comparison",
+        "binade.data.compare.ablation",
+        "binade.collector.cli.compare",
     ).items():
         assert "duckdb" in loaded and not {"torch", "triton", "streamlit"} & loaded, module
 
@@ -235,8 +247,8 @@ def loaded_by(*modules: str) -> dict[str, set[str]]:
 LONG_FILES = {
     "quant/backends/triton_kernels.py": "the launches of one kernel, which share their helpers",
     "quant/scaling.py": "one class for each scale scheme",
-    "data/intake.py": "one transaction, and all that may be wrong with a run that is read",
-    "data/runs.py": "a run's directory: its files, their checks and their writer",
+    "data/index/intake.py": "one transaction, and all that may be wrong with a run that is read",
+    "data/run/directory.py": "a run's directory: its files, their checks and their writer",
     "collector/capture/adapters/attention.py": "attention as torch and models write it: one function for each way",
     "collector/capture/recorder.py": "the public face: half of it is docstrings",
 }

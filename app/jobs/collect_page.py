@@ -9,12 +9,12 @@ from typing import Any
 
 import streamlit as st
 
-from binade.app import address
-from binade.app.formatting import bytes_text, duration_text, plain
+from binade.app.draw.formatting import bytes_text, duration_text, plain
+from binade.app.frame import address
 from binade.app.jobs import collecting, recipe_view
 from binade.app.jobs.collecting import Form, wrapped
 from binade.app.questions.shared.runs import every_run
-from binade.app.view import Reading, View
+from binade.app.view.view import Reading, View
 from binade.collector import jobs
 from binade.collector.datasets.inputs import DATASETS
 from binade.collector.errors import ConfigError
@@ -25,9 +25,9 @@ from binade.collector.training.config import RunConfig
 from binade.collector.training.plan import Plan, model_of, most_layers
 from binade.collector.training.slurm_options import Launcher, SlurmOptions
 from binade.collector.training.targets import read_targets
-from binade.data.access import ReadOnlyError, reason
-from binade.data.catalog import Catalog
-from binade.data.runs import RunError, resolve_root
+from binade.data.index.catalog import Catalog
+from binade.data.run.access import ReadOnlyError, reason
+from binade.data.run.directory import RunError, resolve_root
 from binade.quant.formats import FORMATS
 
 PREFIX = "collect_"

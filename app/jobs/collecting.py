@@ -23,8 +23,8 @@ from binade.collector.settings import Size, declared
 from binade.collector.training.config import RunConfig, defaults
 from binade.collector.training.plan import Plan, plan
 from binade.collector.training.slurm_options import SlurmOptions
-from binade.data.json_files import STRICT, parse_json
-from binade.data.same_data import CONFIGURATION
+from binade.data.compare.same_data import CONFIGURATION
+from binade.data.run.json_files import STRICT, parse_json
 from binade.quant.formats import FORMATS
 
 MEGABYTE = 1 << 20

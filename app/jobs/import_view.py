@@ -23,16 +23,16 @@ from threading import Thread
 import streamlit as st
 from streamlit.runtime.uploaded_file_manager import UploadedFile
 
-from binade.app import address, uploads
-from binade.app.formatting import plain
+from binade.app.draw.formatting import plain
+from binade.app.frame import address, uploads
 from binade.app.questions.shared.runs import every_run, run_titles
-from binade.app.view import Reading, View
+from binade.app.view.view import Reading, View
 from binade.collector.imports.readers.events import NAME as EVENT_FILE
 from binade.collector.imports.registry import statistics_of
-from binade.data.access import check_writable
-from binade.data.catalog import Catalog
-from binade.data.store import SUFFIXES, remove_directory, staged_directory
-from binade.data.text import counted
+from binade.data.index.catalog import Catalog
+from binade.data.run.access import check_writable
+from binade.data.run.store import SUFFIXES, remove_directory, staged_directory
+from binade.data.words.text import counted
 
 FOLDER = ".uploads"  # in the root
 FILES, DIRECTORY, PATH = "Upload files", "Upload a directory", "A path on the server"

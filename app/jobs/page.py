@@ -10,22 +10,22 @@ from pathlib import Path
 
 import streamlit as st
 
-from binade.app import address
-from binade.app.formatting import bytes_text, duration_text, plain
+from binade.app.draw.formatting import bytes_text, duration_text, plain
+from binade.app.frame import address
+from binade.app.frame.state import has_changed, redraw_when
 from binade.app.jobs import summary
 from binade.app.jobs.collecting import Form, wrapped
 from binade.app.jobs.summary import WAITS
 from binade.app.pages.registry import PART
-from binade.app.params import LONGEST
-from binade.app.state import has_changed, redraw_when
-from binade.app.view import Reading, View
+from binade.app.view.params import LONGEST
+from binade.app.view.view import Reading, View
 from binade.collector import jobs
 from binade.collector.jobs import Job, JobError, JobState, JobView, SubmissionError
-from binade.data.access import ReadOnlyError, read_only, reason
-from binade.data.catalog import Catalog
-from binade.data.events import read_events
-from binade.data.experiment import EXPERIMENT
-from binade.data.runs import RunError, RunInfo
+from binade.data.index.catalog import Catalog
+from binade.data.run.access import ReadOnlyError, read_only, reason
+from binade.data.run.directory import RunError, RunInfo
+from binade.data.run.events import read_events
+from binade.data.run.experiment import EXPERIMENT
 
 PULSE, IDLE = 2.0, 10.0  # seconds between checks while something runs, and while nothing does
 SHOWN = 12  # jobs that have ended, before "Show more"

@@ -9,14 +9,14 @@ from typing import Any
 
 import streamlit as st
 
-from binade.app.formatting import plain
+from binade.app.draw.formatting import plain
 from binade.app.jobs import saved_recipes
 from binade.collector import jobs
 from binade.collector.recipes.files import EXAMPLE, label
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import Recipe, RecipeError
-from binade.data.access import ReadOnlyError
-from binade.data.runs import resolve_root
+from binade.data.run.access import ReadOnlyError
+from binade.data.run.directory import resolve_root
 from binade.quant.formats import FORMATS
 
 CHOOSE = "recipe_to_choose"  # in the picker, when the page is drawn again

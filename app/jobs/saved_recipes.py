@@ -12,9 +12,9 @@ from pathlib import Path
 from binade.collector.recipes.files import from_toml, to_toml
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import Recipe, RecipeError
-from binade.data.access import check_writable
-from binade.data.store import read_text, write_atomic, write_new
-from binade.data.text import describe
+from binade.data.run.access import check_writable
+from binade.data.run.store import read_text, write_atomic, write_new
+from binade.data.words.text import describe
 from binade.quant.formats import UnknownFormatError
 from binade.quant.specs import OPERAND_FIELDS, SpecError
 from binade.terminal import names

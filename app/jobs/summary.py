@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import NamedTuple
 
-from binade.app.formatting import duration_text
+from binade.app.draw.formatting import duration_text
 from binade.collector.jobs import Job, JobState, JobView, Progress
 from binade.collector.jobs.state import losses_of
-from binade.data.text import counted
+from binade.data.words.text import counted
 
 WAITS = (JobState.QUEUED, JobState.PENDING)
 

@@ -9,11 +9,11 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from binade.data.catalog import Catalog, CatalogError
-from binade.data.intake import same
-from binade.data.score_queries import MICRO_BATCH
-from binade.data.store import TensorFileError
-from binade.data.tensor_kinds import Gemm
+from binade.data.index.catalog import Catalog, CatalogError
+from binade.data.index.intake import same
+from binade.data.index.score_queries import MICRO_BATCH
+from binade.data.run.store import TensorFileError
+from binade.data.run.tensor_kinds import Gemm
 from binade.quant.accumulation import ACCUMULATORS, coded, matmul
 from binade.quant.metrics import sqnr_db
 from binade.quant.reference import absmax_over

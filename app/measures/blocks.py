@@ -8,16 +8,16 @@ from functools import partial
 import numpy as np
 import pandas as pd
 
-from binade.app import plot
-from binade.app.figure import Chart, Figure, source
+from binade.app.draw import plot
+from binade.app.draw.figure import Chart, Figure, source
 from binade.app.measures.cells import deciles, product
 from binade.app.measures.map_measure import LAYER, CellQuery, MapMeasure, if_any
 from binade.app.questions.shared.operands import OTHER
 from binade.app.questions.shared.scope import scope_of
-from binade.data.catalog import USED, Catalog
-from binade.data.evidence import Measure
-from binade.data.fields import MEASURES
-from binade.data.filter import Filter
+from binade.data.compare.evidence import Measure
+from binade.data.index.catalog import USED, Catalog
+from binade.data.words.fields import MEASURES
+from binade.data.words.filter import Filter
 from binade.quant.block_histograms import BLOCK_MEASURES
 from binade.quant.specs import Spec
 

@@ -10,9 +10,9 @@ import pandas as pd
 
 from binade.app.measures.map_measure import LAYER, CellQuery
 from binade.app.questions.shared.operands import OTHER
-from binade.data.catalog import Catalog, part
-from binade.data.filter import Filter
-from binade.data.tensor_kinds import Gemm
+from binade.data.index.catalog import Catalog, part
+from binade.data.run.tensor_kinds import Gemm
+from binade.data.words.filter import Filter
 
 PRODUCT = ["part", "layer_index", "module"]  # what a product is known by
 RESULTS = {"qk": "attention_scores"}  # the result of a product, where it is not called output

@@ -7,14 +7,14 @@ from itertools import pairwise
 import numpy as np
 import pandas as pd
 
-from binade.app import plot, style
-from binade.app.figure import Chart, Figure, source
+from binade.app.draw import plot, style
+from binade.app.draw.figure import Chart, Figure, source
 from binade.app.measures.cells import by_cell
 from binade.app.measures.map_measure import CellQuery, MapMeasure, if_any
-from binade.data.catalog import SAME_IN_ITERATIONS, Catalog
-from binade.data.fields import MEASURES
-from binade.data.filter import Filter
-from binade.data.names import short_names
+from binade.data.index.catalog import SAME_IN_ITERATIONS, Catalog
+from binade.data.words.fields import MEASURES
+from binade.data.words.filter import Filter
+from binade.data.words.names import short_names
 
 PERSISTENCE, RATIO = MEASURES["outlier_persistence"], MEASURES["hot_ratio"]
 MOST = 60  # iterations that are drawn

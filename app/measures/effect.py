@@ -10,12 +10,12 @@ import pandas as pd
 
 from binade.app.measures.cells import PRODUCT, of_products, products
 from binade.app.measures.map_measure import LAYER, CellQuery, MapMeasure, if_any
-from binade.data.catalog import Catalog
-from binade.data.fields import MEASURES
-from binade.data.filter import Filter
-from binade.data.parity_results import Parity, read_parity
-from binade.data.runs import RunError
-from binade.data.student import quantile
+from binade.data.compare.student import quantile
+from binade.data.index.catalog import Catalog
+from binade.data.run.directory import RunError
+from binade.data.run.parity_results import Parity, read_parity
+from binade.data.words.fields import MEASURES
+from binade.data.words.filter import Filter
 
 INTERVAL = "95% interval over sequences"
 NOT_ACROSS = "is that of one set of weights"

@@ -7,9 +7,9 @@ import pandas as pd
 
 from binade.app.measures import results, values
 from binade.app.measures.map_measure import CellQuery, MapMeasure, if_any
-from binade.data.catalog import Catalog
-from binade.data.fields import MEASURES
-from binade.data.filter import Filter
+from binade.data.index.catalog import Catalog
+from binade.data.words.fields import MEASURES
+from binade.data.words.filter import Filter
 
 NOISE_LINE = 3**0.5  # of gradient to noise: an SQNR of 4.77 dB
 

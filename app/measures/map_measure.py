@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from binade.app.figure import Figure, Table, Text
-from binade.data.catalog import Catalog
-from binade.data.evidence import Measure
-from binade.data.filter import Filter
+from binade.app.draw.figure import Figure, Table, Text
+from binade.data.compare.evidence import Measure
+from binade.data.index.catalog import Catalog
+from binade.data.words.filter import Filter
 
 LAYER, ITERATION = "layer_index", "iteration"  # what the columns of a map are
 

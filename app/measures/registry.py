@@ -11,8 +11,8 @@ from binade.app.measures.results import RESULT, RESULT_GAIN
 from binade.app.measures.twin_step import OF_TWIN_STEPS
 from binade.app.measures.values import OF_ERRORS, OF_STATISTICS, OF_TENSOR_SCALE
 from binade.app.measures.weights import EDGE_EXCESS, OSCILLATING
-from binade.data.catalog import Catalog
-from binade.data.fields import MEASURES
+from binade.data.index.catalog import Catalog
+from binade.data.words.fields import MEASURES
 
 _ALL = (
     *OF_ERRORS, EFFECT, PARITY, RESULT, RESULT_GAIN, *OF_BLOCKS, OUTLIER_PERSISTENCE, HOT_RATIO,

@@ -5,19 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from binade.app import plot, style
-from binade.app.figure import Chart, Column, Figure, Table, Text, source
+from binade.app.draw import plot, style
+from binade.app.draw.figure import Chart, Column, Figure, Table, Text, source
 from binade.app.measures.accumulation import MissingError, accumulated
 from binade.app.measures.cells import by_cell, product
 from binade.app.measures.map_measure import CellQuery, MapMeasure, if_any
 from binade.app.questions.shared.runs import given_names
 from binade.app.questions.shared.scope import scope_of
-from binade.data.catalog import Catalog, quantiles
-from binade.data.evidence import Measure
-from binade.data.fields import MEASURES
-from binade.data.filter import Filter
-from binade.data.names import PRODUCTS, distinct_names, name_of
-from binade.data.tensor_kinds import Gemm
+from binade.data.compare.evidence import Measure
+from binade.data.index.catalog import Catalog, quantiles
+from binade.data.run.tensor_kinds import Gemm
+from binade.data.words.fields import MEASURES
+from binade.data.words.filter import Filter
+from binade.data.words.names import PRODUCTS, distinct_names, name_of
 
 SQNR = MEASURES["result_sqnr_db"]
 GAIN = Measure(

@@ -9,17 +9,17 @@ from functools import partial
 
 import pandas as pd
 
-from binade.app.figure import Column, Table
+from binade.app.draw.figure import Column, Table
 from binade.app.measures.cells import PLACE, product
 from binade.app.measures.map_measure import ITERATION, LAYER, CellQuery, MapMeasure
 from binade.app.questions.shared.runs import labels_of
-from binade.data import evidence
-from binade.data.catalog import Catalog
-from binade.data.evidence import Estimate, Measure, Sentence, exact, say, together, with_error
-from binade.data.filter import Filter
-from binade.data.names import name_of
-from binade.data.tensor_kinds import Gemm
-from binade.data.twin import FILE, GradientTwin, Twin, read_twins
+from binade.data.compare import evidence
+from binade.data.compare.evidence import Estimate, Measure, Sentence, exact, say, together, with_error
+from binade.data.index.catalog import Catalog
+from binade.data.run.tensor_kinds import Gemm
+from binade.data.run.twin import FILE, GradientTwin, Twin, read_twins
+from binade.data.words.filter import Filter
+from binade.data.words.names import name_of
 
 CHANGE = Measure(
     "change",

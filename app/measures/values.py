@@ -8,16 +8,16 @@ from typing import Any
 
 import pandas as pd
 
-from binade.app.budget import SCORE, RoundingCost, check
 from binade.app.measures.cells import HUGE, PLACE, deciles, product
 from binade.app.measures.map_measure import CellQuery, MapMeasure, if_any
 from binade.app.questions.shared.operands import OTHER, along
-from binade.data.catalog import SHOWN_ERRORS, STATISTICS, USED, Catalog, CatalogError, format_condition, quantiles
-from binade.data.fields import MEASURES
-from binade.data.filter import Filter
-from binade.data.store import TensorFileError
-from binade.data.tensor_kinds import has_tokens
-from binade.data.text import counted
+from binade.app.view.budget import SCORE, RoundingCost, check
+from binade.data.index.catalog import SHOWN_ERRORS, STATISTICS, USED, Catalog, CatalogError, format_condition, quantiles
+from binade.data.run.store import TensorFileError
+from binade.data.run.tensor_kinds import has_tokens
+from binade.data.words.fields import MEASURES
+from binade.data.words.filter import Filter
+from binade.data.words.text import counted
 from binade.quant.metrics import score
 from binade.quant.normal import VS_NORMAL, normal_sqnr
 from binade.quant.specs import Spec

@@ -8,15 +8,15 @@ import numpy as np
 import pandas as pd
 import torch
 
-from binade.app.figure import Column, Table
+from binade.app.draw.figure import Column, Table
 from binade.app.measures.cells import PLACE, by_cell
 from binade.app.measures.map_measure import LAYER, CellQuery, MapMeasure, if_any
-from binade.data.catalog import SAME_IN_ITERATIONS, Catalog
-from binade.data.evidence import SHARE
-from binade.data.fields import MEASURES
-from binade.data.filter import Filter
-from binade.data.names import short_names
-from binade.data.student import quantile
+from binade.data.compare.evidence import SHARE
+from binade.data.compare.student import quantile
+from binade.data.index.catalog import SAME_IN_ITERATIONS, Catalog
+from binade.data.words.fields import MEASURES
+from binade.data.words.filter import Filter
+from binade.data.words.names import short_names
 from binade.quant.specs import Spec
 from binade.quant.traces import CHANCE_SAMPLE, EDGE_SAMPLE, edge_by_chance
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from binade.app.params import AnyText, One, Param
 from binade.app.questions.question import Beyond, Question
 from binade.app.questions.registry import QUESTIONS
-from binade.data.catalog import Catalog
-from binade.data.filter import Filter
+from binade.app.view.params import AnyText, One, Param
+from binade.data.index.catalog import Catalog
+from binade.data.words.filter import Filter
 
 PART = "view"  # the parameter that names a part of a page
 DEFAULT_LAYOUT = "binade.app.questions.layout"

@@ -8,9 +8,9 @@ import altair as alt
 import numpy as np
 import pandas as pd
 
-from binade.app import style
-from binade.app.figure import Figure
-from binade.data.text import one_line
+from binade.app.draw import style
+from binade.app.draw.figure import Figure
+from binade.data.words.text import one_line
 
 
 def is_number(values: pd.Series) -> bool:

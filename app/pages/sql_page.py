@@ -9,21 +9,21 @@ from typing import Any
 import pandas as pd
 import streamlit as st
 
-from binade.app import address
-from binade.app import show as show_items
-from binade.app.control import Control
-from binade.app.formatting import plain
+from binade.app.draw import show as show_items
+from binade.app.draw.control import Control
+from binade.app.draw.formatting import plain
+from binade.app.frame import address
+from binade.app.frame.state import sandbox
 from binade.app.measures.map_measure import LAYER, CellQuery
 from binade.app.pages import sql_chart
-from binade.app.params import One
 from binade.app.questions import layout
 from binade.app.questions.map import compute
-from binade.app.state import sandbox
-from binade.app.view import Reading, View
-from binade.data.catalog import Catalog
-from binade.data.filter import FIELDS, Filter
-from binade.data.sandbox import MEMORY, ROWS, SECONDS, QueryError
-from binade.data.text import counted, csv_table
+from binade.app.view.params import One
+from binade.app.view.view import Reading, View
+from binade.data.index.catalog import Catalog
+from binade.data.index.sandbox import MEMORY, ROWS, SECONDS, QueryError
+from binade.data.words.filter import FIELDS, Filter
+from binade.data.words.text import counted, csv_table
 
 EXAMPLE = """SELECT layer_index, module, tensor_name, avg(sqnr_db) AS sqnr_db, max(flush_to_zero) AS flushed
 FROM tensor

@@ -10,11 +10,11 @@ from typing import Any
 import pandas as pd
 import streamlit as st
 
-from binade.app.params import TITLES
-from binade.data.columns import Identity
-from binade.data.filter import INTEGER_FIELDS
-from binade.data.notes import notes
-from binade.data.text import one_line
+from binade.app.view.params import TITLES
+from binade.data.run.columns import Identity
+from binade.data.run.notes import notes
+from binade.data.words.filter import INTEGER_FIELDS
+from binade.data.words.text import one_line
 
 LONGEST = 1000
 NOT_LOGGED = ("model", "size", "dataset", "recipe")

@@ -7,15 +7,15 @@ from contextlib import nullcontext
 import pandas as pd
 import streamlit as st
 
-from binade.app import address
-from binade.app.bar import offer_to_clear
+from binade.app.frame import address
+from binade.app.frame.bar import offer_to_clear
 from binade.app.pages.tensor_notes import show_notes
 from binade.app.questions import layout
 from binade.app.questions.shared.operands import gemms_of
 from binade.app.questions.shared.scope import Scope
 from binade.app.questions.shared.selection import MOST_LISTED, listed
-from binade.app.view import LARGE, Reading, View
-from binade.data.catalog import Catalog
+from binade.app.view.view import LARGE, Reading, View
+from binade.data.index.catalog import Catalog
 
 
 def show(opened: Catalog, view: View, reading: Reading) -> Scope | None:

@@ -10,20 +10,20 @@ from typing import Any, Literal, TypeVar
 import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
 
-from binade.app import address
-from binade.app import show as show_items
-from binade.app.bar import offer_to_clear
-from binade.app.control import Control
-from binade.app.figure import Controls, Drawn, Facts, Figure, Item, Offers, Table, Text
-from binade.app.formatting import plain
+from binade.app.draw import show as show_items
+from binade.app.draw.control import Control
+from binade.app.draw.figure import Controls, Drawn, Facts, Figure, Item, Offers, Table, Text
+from binade.app.draw.formatting import plain
+from binade.app.frame import address
+from binade.app.frame.bar import offer_to_clear
 from binade.app.pages.registry import PAGES
-from binade.app.params import Interval, Many, Specs, Whole
 from binade.app.questions.shared.scope import Scope
 from binade.app.questions.shared.selection import Of, select
-from binade.app.view import Reading, View
-from binade.data.cache import Done
-from binade.data.catalog import Catalog
-from binade.data.filter import Filter
+from binade.app.view.params import Interval, Many, Specs, Whole
+from binade.app.view.view import Reading, View
+from binade.data.index.cache import Done
+from binade.data.index.catalog import Catalog
+from binade.data.words.filter import Filter
 
 MOMENT = 0.5  # seconds that an answer may take before its progress is shown
 AROUND = 8  # pixels of a chart beside its picture

@@ -6,13 +6,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from binade.app.control import Control
-from binade.app.figure import Drawn
-from binade.app.params import Known, Param, known_tensor
+from binade.app.draw.control import Control
+from binade.app.draw.figure import Drawn
 from binade.app.questions.shared.operands import GEMMS
 from binade.app.questions.shared.selection import Of
-from binade.data.catalog import Catalog
-from binade.data.filter import FIELDS, Filter
+from binade.app.view.params import Known, Param, known_tensor
+from binade.data.index.catalog import Catalog
+from binade.data.words.filter import FIELDS, Filter
 
 Beyond = Callable[[Catalog, Filter, Collection[str]], Iterable[str]]
 

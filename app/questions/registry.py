@@ -17,7 +17,7 @@ from binade.app.questions.recipes.question import RECIPES
 from binade.app.questions.runs.question import RUNS
 from binade.app.questions.what_if.question import WHAT_IF
 from binade.app.questions.why.question import WHY
-from binade.data.text import markdown_table
+from binade.data.words.text import markdown_table
 
 QUESTIONS: tuple[Question, ...] = (
     MAP,

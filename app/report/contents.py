@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pandas as pd
 
-from binade.app.formatting import first_formats
+from binade.app.draw.formatting import first_formats
 from binade.app.measures.registry import recorded_measures
 from binade.app.measures.values import ERRORS
 from binade.app.pages.registry import PART
@@ -20,9 +20,9 @@ from binade.app.questions.shared.runs import matching
 from binade.app.questions.shared.selection import Of, worst
 from binade.app.report import overview, runs
 from binade.app.report.section import ReportTable, Section, slug
-from binade.app.view import View
-from binade.data.catalog import STATISTICS, USED, Catalog
-from binade.data.filter import Filter
+from binade.app.view.view import View
+from binade.data.index.catalog import STATISTICS, USED, Catalog
+from binade.data.words.filter import Filter
 
 FOLDERS = {"map": "heatmaps", "explore": "distributions", "recipes": "comparisons", "attention": "attention_maps"}
 # Measures of maps, besides those that only some runs have: of each format, and of the values.

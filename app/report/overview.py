@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pandas as pd
 
-from binade.app import plot, style
-from binade.app.figure import Figure, source
-from binade.app.params import TITLES
+from binade.app.draw import plot, style
+from binade.app.draw.figure import Figure, source
 from binade.app.questions.shared import distribution_charts
 from binade.app.questions.shared.distributions import Distribution, boxes, distributions, log2_histogram, magnitudes
 from binade.app.report.section import Section
-from binade.data.catalog import Catalog
-from binade.data.filter import Filter
-from binade.data.text import counted
+from binade.app.view.params import TITLES
+from binade.data.index.catalog import Catalog
+from binade.data.words.filter import Filter
+from binade.data.words.text import counted
 
 QUICK = "quick_analysis"  # a file beside the folders of the sections
 SPREAD = "How far the magnitudes of each group reach, and the worst cells of each map."

@@ -18,10 +18,10 @@ from typing import Any
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader
 
-from binade.app.figure import HEIGHT, Figure
+from binade.app.draw.figure import HEIGHT, Figure
+from binade.app.draw.theme import DARK, FONT, LIGHT, MONO, THEMES, Theme
 from binade.app.report.section import Section
 from binade.app.report.tables import axis_of, cells, shown, with_intervals
-from binade.app.theme import DARK, FONT, LIGHT, MONO, THEMES, Theme
 
 HERE = Path(__file__).parent
 LONG = 12  # a text with at least this many line breaks is folded
@@ -33,7 +33,9 @@ def page(sections: tuple[Section, ...], embedded: Mapping[str, str], bundle: str
     """The HTML. embedded: what it holds of each figure (`Picture.embedded`), by section and name; bundle: vega,
     vega-lite and vega-embed as one script (`Renderers.bundle`); top: title, subtitle, facts as (name, value), notes as
     HTML that was made safe, "" for none."""
-    script = (HERE.parent / "picture.js").read_text(encoding="utf-8") + (HERE / "page.js").read_text(encoding="utf-8")
+    script = (HERE.parent / "draw" / "picture.js").read_text(encoding="utf-8") + (HERE / "page.js").read_text(
+        encoding="utf-8"
+    )
     themes = {"font": FONT} | {theme.name: asdict(theme) | {"config": theme.config()} for theme in THEMES.values()}
     environment = Environment(loader=FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.policies["json.dumps_kwargs"] = {

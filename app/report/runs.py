@@ -10,11 +10,11 @@ from typing import Any
 
 import pandas as pd
 
-from binade.app.glossary import TERMS
+from binade.app.draw.glossary import TERMS
 from binade.app.measures.registry import DEFINED
 from binade.app.questions.shared.rounded import about_format
 from binade.app.report.section import ReportTable, Section
-from binade.data.catalog import Catalog
+from binade.data.index.catalog import Catalog
 from binade.quant.formats import FORMATS
 from binade.quant.specs import Spec
 

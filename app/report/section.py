@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 
 import pandas as pd
 
-from binade.app.figure import Figure
-from binade.data.evidence import Sentence
+from binade.app.draw.figure import Figure
+from binade.data.compare.evidence import Sentence
 
 
 def slug(text: str) -> str:

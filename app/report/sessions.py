@@ -9,14 +9,14 @@ from dataclasses import replace
 
 import pandas as pd
 
-from binade.app.figure import Drawn, Figure
+from binade.app.draw.figure import Drawn, Figure
 from binade.app.questions.shared.runs import matching
 from binade.app.report import runs as run_tables
 from binade.app.report.section import ReportTable, Section
 from binade.app.sessions.pins import draw, missing_runs, views_of
 from binade.app.sessions.session import Pin, Session
-from binade.data.catalog import Catalog
-from binade.data.filter import Filter
+from binade.data.index.catalog import Catalog
+from binade.data.words.filter import Filter
 
 DRAWERS = 2  # threads that draw pins: half of their time is spent in torch, numpy and DuckDB, which run in parallel
 

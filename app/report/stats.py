@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from binade.app.params import TITLES
 from binade.app.questions.explore.compute import moments
 from binade.app.questions.explore.question import REPORTED_BY
 from binade.app.report.tables import cells, shown
-from binade.data.catalog import Catalog
-from binade.data.filter import Filter
+from binade.app.view.params import TITLES
+from binade.data.index.catalog import Catalog
+from binade.data.words.filter import Filter
 
 TEXT_COLUMNS = ("group", "tensors", "numel", "mean", "std", "min", "max", "absmin", "zeros", "nans", "infs", "sqnr_db",
                 "flush_to_zero", "saturated")  # fmt: skip

@@ -7,9 +7,9 @@ from typing import Any
 
 import pandas as pd
 
-from binade.app.params import TITLES
-from binade.app.style import MEASURES
-from binade.data.text import number_text
+from binade.app.draw.style import MEASURES
+from binade.app.view.params import TITLES
+from binade.data.words.text import number_text
 
 
 def shown(frame: pd.DataFrame, axis: str = "") -> pd.DataFrame:

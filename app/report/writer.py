@@ -36,9 +36,10 @@ from typing import Any
 
 from altair.utils.schemapi import disable_debug_mode
 
-from binade.app import exports
-from binade.app.figure import WIDTH, Figure
-from binade.app.formatting import big, bytes_text
+from binade.app.draw import exports
+from binade.app.draw.figure import WIDTH, Figure
+from binade.app.draw.formatting import big, bytes_text
+from binade.app.draw.theme import FONT, THEMES
 from binade.app.questions.registry import QUESTIONS
 from binade.app.questions.shared.runs import matching
 from binade.app.report import contents, overview, sessions, stats
@@ -48,12 +49,11 @@ from binade.app.report.rendering import Paper, Picture, RenderError, Renderers, 
 from binade.app.report.section import Section, merged
 from binade.app.sessions import notes, storage
 from binade.app.sessions.session import Session, SessionError
-from binade.app.theme import FONT, THEMES
-from binade.data.cache import ResultCache
-from binade.data.catalog import Catalog
-from binade.data.filter import Filter
-from binade.data.open_index import OutdatedError
-from binade.data.store import locked, read_file, staging_directory, sweep_beside, write_atomic
+from binade.data.index.cache import ResultCache
+from binade.data.index.catalog import Catalog
+from binade.data.index.opened import OutdatedError
+from binade.data.run.store import locked, read_file, staging_directory, sweep_beside, write_atomic
+from binade.data.words.filter import Filter
 
 __all__ = ["RenderError", "ReportError", "ReportRequest", "SessionError", "UsageError", "no_room", "run"]
 

@@ -15,10 +15,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from binade.app.sessions.session import LONGEST_CAPTION, Pin, RunReference, Session, Time
-from binade.data.json_files import parse_json, sealed, unsealed
-from binade.data.runs import now
-from binade.data.text import describe
-from binade.data.untrusted import LINES, Record, at_most
+from binade.data.exchange.untrusted import LINES, Record, at_most
+from binade.data.run.directory import now
+from binade.data.run.json_files import parse_json, sealed, unsealed
+from binade.data.words.text import describe
 
 PinId = Annotated[str, Field(pattern="^[0-9a-f]{1,16}$")]
 CaptionText = Annotated[str, Field(max_length=LONGEST_CAPTION), LINES]

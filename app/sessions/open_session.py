@@ -11,20 +11,20 @@ from typing import NoReturn
 
 import streamlit as st
 
-from binade.app import address
-from binade.app.figure import Figure
-from binade.app.formatting import plain
+from binade.app.draw.figure import Figure
+from binade.app.draw.formatting import plain
+from binade.app.frame import address
+from binade.app.frame.state import catalog
 from binade.app.pages.registry import PAGES, PART
 from binade.app.sessions import pins, storage
 from binade.app.sessions import session as sessions
 from binade.app.sessions.log import Add, Operation, Rename
 from binade.app.sessions.session import Pin, RunReference, Session, SessionError
 from binade.app.sessions.storage import Saved
-from binade.app.state import catalog
-from binade.app.view import View
-from binade.data.access import ReadOnlyError, read_only
-from binade.data.catalog import DamagedIndexError
-from binade.data.runs import RunError, resolve_root
+from binade.app.view.view import View
+from binade.data.index.catalog import DamagedIndexError
+from binade.data.run.access import ReadOnlyError, read_only
+from binade.data.run.directory import RunError, resolve_root
 
 OPEN = "open_session"  # in the session's state: the open session as this tab has read it last
 TOASTS = "toasts"  # the key in a session's state

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import streamlit as st
 
-from binade.app import address, uploads
-from binade.app import show as show_items
-from binade.app.formatting import plain
+from binade.app.draw import show as show_items
+from binade.app.draw.formatting import plain
+from binade.app.frame import address, uploads
 from binade.app.pages.registry import PAGES, SESSION_PARTS
 from binade.app.questions.shared.runs import given_names
 from binade.app.sessions import notes, open_session, pins, share_view, storage
@@ -16,10 +16,10 @@ from binade.app.sessions import session as sessions
 from binade.app.sessions.log import Caption, Delete, KeptPin, Move, Note, Restore
 from binade.app.sessions.session import Pin, Session, SessionError
 from binade.app.sessions.storage import Saved
-from binade.app.view import Reading, View
-from binade.data.access import ReadOnlyError, read_only, reason
-from binade.data.catalog import Catalog
-from binade.data.names import distinct_names
+from binade.app.view.view import Reading, View
+from binade.data.index.catalog import Catalog
+from binade.data.run.access import ReadOnlyError, read_only, reason
+from binade.data.words.names import distinct_names
 
 PARTS = dict(zip(SESSION_PARTS, ("Saved", "Read", "Edit", "Import"), strict=True))
 MAX_LISTED = 12  # sessions

@@ -11,11 +11,11 @@ from copy import copy
 from dataclasses import replace
 from pathlib import Path
 
-from binade.app.figure import Drawn
+from binade.app.draw.figure import Drawn
 from binade.app.sessions.session import Pin, RunReference, Session
-from binade.app.view import View
-from binade.data.catalog import Catalog
-from binade.data.runs import RunError, fingerprint
+from binade.app.view.view import View
+from binade.data.index.catalog import Catalog
+from binade.data.run.directory import RunError, fingerprint
 
 
 def runs_of(catalog: Catalog, views: Sequence[View]) -> list[str]:

@@ -16,11 +16,11 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from binade.app.aliases import set_current
-from binade.app.view import View
-from binade.data import untrusted
-from binade.data.runs import now
-from binade.data.untrusted import LINE, LINES, Record, RefusedError, at_most
+from binade.app.view.aliases import set_current
+from binade.app.view.view import View
+from binade.data.exchange import untrusted
+from binade.data.exchange.untrusted import LINE, LINES, Record, RefusedError, at_most
+from binade.data.run.directory import now
 
 MARKER, VERSION = "binade_session", 1
 LONGEST_FILE = 2_000_000  # bytes
@@ -61,7 +61,7 @@ class Pin(View):
 
 @dataclass(frozen=True)
 class RunReference(Record):
-    """A run that a session shows, and its `data.runs.fingerprint` when it was pinned last."""
+    """A run that a session shows, and its `data.run.directory.fingerprint` when it was pinned last."""
 
     run_id: Annotated[str, Field(min_length=1, max_length=255), LINE]
     hash: Annotated[str, Field(max_length=64, pattern="^[0-9a-f]{64}$")]

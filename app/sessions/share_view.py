@@ -10,22 +10,22 @@ from urllib.parse import urlencode, urlsplit
 
 import streamlit as st
 
-from binade.app import address, downloads
-from binade.app import show as show_items
-from binade.app.downloads import DownloadError
-from binade.app.formatting import bytes_text, plain
+from binade.app.draw import show as show_items
+from binade.app.draw.formatting import bytes_text, plain
+from binade.app.frame import address, downloads
+from binade.app.frame.downloads import DownloadError
+from binade.app.frame.state import catalog
+from binade.app.frame.uploads import LARGEST
 from binade.app.pages.registry import PAGES
 from binade.app.report import writer
 from binade.app.sessions import open_session, storage
 from binade.app.sessions import session as sessions
 from binade.app.sessions.session import Session, SessionError
-from binade.app.state import catalog
-from binade.app.uploads import LARGEST
-from binade.data.access import reason
-from binade.data.bundle import BundleError
-from binade.data.cache import Done
-from binade.data.catalog import Catalog
-from binade.data.filter import Filter
+from binade.data.exchange.bundle import BundleError
+from binade.data.index.cache import Done
+from binade.data.index.catalog import Catalog
+from binade.data.run.access import reason
+from binade.data.words.filter import Filter
 
 
 def address_without_page(url: str) -> str:

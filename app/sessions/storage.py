@@ -18,13 +18,13 @@ from binade.app.sessions import log
 from binade.app.sessions.log import Operation, State, state_of, to_line
 from binade.app.sessions.pins import refreshed, tensors_of, views_of
 from binade.app.sessions.session import ID, LONGEST_FILE, Session, SessionError, new_id, parse, to_json
-from binade.data import bundle
-from binade.data.access import check_writable
-from binade.data.bundle import BundleError, BundleImport, BundleTooLargeError, WrittenBundle
-from binade.data.cache import Done
-from binade.data.catalog import Catalog
-from binade.data.store import LINK, locked, no_link, read_file, remove_directory, sweep_tree, write_atomic
-from binade.data.text import describe
+from binade.data.exchange import bundle
+from binade.data.exchange.bundle import BundleError, BundleImport, BundleTooLargeError, WrittenBundle
+from binade.data.index.cache import Done
+from binade.data.index.catalog import Catalog
+from binade.data.run.access import check_writable
+from binade.data.run.store import LINK, locked, no_link, read_file, remove_directory, sweep_tree, write_atomic
+from binade.data.words.text import describe
 
 FOLDER = ".sessions"
 SESSION = "session.json"  # in a bundle

@@ -1,7 +1,7 @@
 """The advice: the choice of formats of least measured cost, a reading of the results of an experiment.
 
-The cost of a group in a format is its measured effect (data/effects.py), and both operands of its products take that
-format. A choice costs the sum of its groups, which lacks what groups do to each other: `Advice.whole` is what the
+The cost of a group in a format is its measured effect (data/run/effects.py), and both operands of its products take
+that format. A choice costs the sum of its groups, which lacks what groups do to each other: `Advice.whole` is what the
 advised recipe costs when it is evaluated whole, once the experiment has done so.
 """
 
@@ -24,13 +24,13 @@ from binade.collector.models.site import Site
 from binade.collector.recipes.files import to_toml
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import BF16, MODULES, About, Part, Recipe
-from binade.data import evidence
-from binade.data.effects import CHANGE, Measured, measured_effects, recipe_sha256
-from binade.data.evidence import Estimate, Measure
-from binade.data.experiment import ALL_PRODUCTS, NONE, OPERAND_VALUES, EffectGroup, read_results
-from binade.data.notes import rounded_twice
-from binade.data.runs import read_run
-from binade.data.text import counted, number_text
+from binade.data.compare import evidence
+from binade.data.compare.evidence import Estimate, Measure
+from binade.data.run.directory import read_run
+from binade.data.run.effects import CHANGE, Measured, measured_effects, recipe_sha256
+from binade.data.run.experiment import ALL_PRODUCTS, NONE, OPERAND_VALUES, EffectGroup, read_results
+from binade.data.run.notes import rounded_twice
+from binade.data.words.text import counted, number_text
 from binade.quant.specs import Spec, known_specs
 
 GROUPS = {"site": ("layer_index", "module"), "layer": ("layer_index",), "module": ("module",), "model": ()}

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from binade.collector.errors import AdviceError, ConfigError
 from binade.collector.recipes.recipe import MODULES, PARTS, About, Part, Recipe
-from binade.data.catalog import SAME_IN_ITERATIONS, Catalog
-from binade.data.evidence import Estimate, Measure, holm, paired, spread_of
-from binade.data.filter import Filter
-from binade.data.tensor_kinds import OF_ROUTER
+from binade.data.compare.evidence import Estimate, Measure, holm, paired, spread_of
+from binade.data.index.catalog import SAME_IN_ITERATIONS, Catalog
+from binade.data.run.tensor_kinds import OF_ROUTER
+from binade.data.words.filter import Filter
 from binade.quant.backends.counts import counted
 from binade.quant.blocks import DENORMAL, SPECIAL, ZERO, code_tiers
 from binade.quant.codes import decode_table

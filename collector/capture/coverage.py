@@ -24,9 +24,9 @@ from binade.collector.models.parallel import Begin, Call
 from binade.collector.models.site import Site
 from binade.collector.recipes.recipe import BF16, Part, Recipe
 from binade.collector.recipes.selection import SiteSelection
-from binade.data.coverage import CoveredOperand, FormatDifference, Formats, differing, gemm_operands
-from binade.data.tensor_kinds import TENSOR_KINDS, Product
-from binade.data.text import markdown_table
+from binade.data.compare.coverage import CoveredOperand, FormatDifference, Formats, differing, gemm_operands
+from binade.data.run.tensor_kinds import TENSOR_KINDS, Product
+from binade.data.words.text import markdown_table
 from binade.quant.gemm import Observed, Rounding
 from binade.quant.specs import GemmFormats
 

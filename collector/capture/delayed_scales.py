@@ -12,9 +12,9 @@ from torch import Tensor
 from binade.collector.capture.adapters.layer import InstrumentError
 from binade.collector.models.site import Site
 from binade.collector.probes.probe import Probe
-from binade.data.store import staged_file
-from binade.data.tensor_kinds import Product
-from binade.data.text import describe
+from binade.data.run.store import staged_file
+from binade.data.run.tensor_kinds import Product
+from binade.data.words.text import describe
 from binade.quant.delayed import ScaleHistory
 from binade.quant.specs import OPERAND_FIELDS, GemmFormats
 

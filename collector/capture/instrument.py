@@ -45,8 +45,8 @@ from binade.collector.recipes.ladder import without
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import BF16, Part, Recipe, RecipeError
 from binade.collector.recipes.selection import SiteSelection
-from binade.data.tensor_kinds import Other, Product
-from binade.data.text import and_more
+from binade.data.run.tensor_kinds import Other, Product
+from binade.data.words.text import and_more
 from binade.quant.specs import GemmFormats
 
 RECIPE_VARIABLE = "CUSTOM_QUANT_TYPE"

@@ -27,9 +27,9 @@ from binade.collector.errors import ConfigError
 from binade.collector.models.site import Site
 from binade.collector.ranks import Ranks
 from binade.collector.recipes.recipe import BF16
-from binade.data.columns import Identity, RoundedWith, Shard, TensorRow, Trace
-from binade.data.tensor_kinds import LATER, MAPS, Gemm, Measure, Operation, Phase
-from binade.data.text import plain_name
+from binade.data.run.columns import Identity, RoundedWith, Shard, TensorRow, Trace
+from binade.data.run.tensor_kinds import LATER, MAPS, Gemm, Measure, Operation, Phase
+from binade.data.words.text import plain_name
 from binade.quant.backends.counts import Counted, counted
 from binade.quant.blocks import look
 from binade.quant.gemm import Observed, Rounding, linear

@@ -15,10 +15,10 @@ from binade.collector.capture.triggers import LAST_BIN, LOSS, NAN, ZERO_RESULT, 
 from binade.collector.capture.watching import WatchOptions
 from binade.collector.models.site import Site
 from binade.collector.probes.probe import Finding, Probes
-from binade.data.columns import ERROR_COLUMNS, MOMENTS, TensorRow
-from binade.data.events import Event, EventKind, append_event
-from binade.data.runs import RunWriter, now
-from binade.data.tensor_kinds import OPERANDS, PRODUCT_KINDS, Operation, Other, Product
+from binade.data.run.columns import ERROR_COLUMNS, MOMENTS, TensorRow
+from binade.data.run.directory import RunWriter, now
+from binade.data.run.events import Event, EventKind, append_event
+from binade.data.run.tensor_kinds import OPERANDS, PRODUCT_KINDS, Operation, Other, Product
 
 LOG = logging.getLogger("binade")
 ROW_BYTES = 2048  # approximate size of a row of the ring

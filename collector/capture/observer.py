@@ -42,7 +42,7 @@ from binade.collector.capture.valid import Valid
 from binade.collector.models.parallel import Call
 from binade.collector.probes.probe import Observation, Probes
 from binade.collector.recipes.recipe import Part
-from binade.data.tensor_kinds import LATER, OPERANDS, Gemm, Measure, Product, TensorKind
+from binade.data.run.tensor_kinds import LATER, OPERANDS, Gemm, Measure, Product, TensorKind
 from binade.quant.delayed import ScaleHistory
 from binade.quant.gemm import Observed, Rounding, Tap
 from binade.quant.later import Later

@@ -10,7 +10,7 @@ from binade.collector.capture.watching import WatchOptions
 from binade.collector.errors import ConfigError
 from binade.collector.ranks import Ranks
 from binade.collector.settings import MergeRanks
-from binade.data.export import Sink
+from binade.data.exchange.export import Sink
 
 ENABLED_VARIABLE = "TENSOR_SAVE_ENABLED"
 SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}

@@ -39,11 +39,11 @@ from binade.collector.probes.probe import Finding, Probes
 from binade.collector.probes.registry import of_a_run
 from binade.collector.ranks import current_ranks
 from binade.collector.settings import DEFAULT_SCORES
-from binade.data.columns import Shard
-from binade.data.held_out import append_held_out
-from binade.data.rounding_alone import rounding_alone
-from binade.data.runs import RunWriter, resolve_root
-from binade.data.tensor_kinds import (
+from binade.data.run.columns import Shard
+from binade.data.run.directory import RunWriter, resolve_root
+from binade.data.run.held_out import append_held_out
+from binade.data.run.rounding_alone import rounding_alone
+from binade.data.run.tensor_kinds import (
     DEFAULT_MEASURES,
     TENSOR_KINDS,
     Measure,
@@ -54,7 +54,7 @@ from binade.data.tensor_kinds import (
     named_places,
     tensor_names,
 )
-from binade.data.twin import Twin, append_twin
+from binade.data.run.twin import Twin, append_twin
 from binade.quant.gemm import Observed
 from binade.quant.memory import ordinary, without_modes
 from binade.quant.quantizer import DTYPES
@@ -74,10 +74,10 @@ class Recorder:
         label: Part of the run's id.
         config: Kept as run.json. Its model, size, dataset and recipe describe each tensor. `instrument` adds the model,
             the recipe and the number of parameters, unless they are given.
-        tensors: Names of data.tensor_kinds to record. The default is all tensors of attention and linear layers.
+        tensors: Names of data.run.tensor_kinds to record. The default is all tensors of attention and linear layers.
         scores: Formats or specs in which every operand is scored; () for none. The default is that of `binade run`.
-        measures: What else to measure of each GEMM, see data.tensor_kinds.Measure. The default is DEFAULT_MEASURES on
-            a CPU, and blocks where there is an accelerator: the others take GEMMs and many kernels of their own.
+        measures: What else to measure of each GEMM, see data.run.tensor_kinds.Measure. The default is DEFAULT_MEASURES
+            on a CPU, and blocks where there is an accelerator: the others take GEMMs and many kernels of their own.
         max_bytes: The size limit for this rank's tensor files; `binade run --max-bytes` is the limit for all ranks
             together. Beyond it, values are not kept, only statistics, sketches and scores; with 0, none are.
         iterations: The number of iterations to record, from the first on, unless `at` says otherwise; None for all, 0
@@ -547,7 +547,7 @@ class Recorder:
 
             recorder.record("norm_output", x, layer=3, module="norm", operation="forward", phase="post")
 
-        name       one of data.tensor_kinds or a new one, of letters, digits and _ . -
+        name       one of data.run.tensor_kinds or a new one, of letters, digits and _ . -
         tensor     float32, bfloat16 or float16, with at least one axis; its values are copied
         layer      from 1; 0 for a tensor that belongs to no layer
         module     the part of the layer: "norm", "fc1", "core"

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 
 from binade.collector.ranks import RankGroup, Ranks
-from binade.data.columns import RoundedWith, Score, Shard, TensorRow
-from binade.data.tensor_kinds import Operation
-from binade.data.text import describe
+from binade.data.run.columns import RoundedWith, Score, Shard, TensorRow
+from binade.data.run.tensor_kinds import Operation
+from binade.data.words.text import describe
 from binade.quant.block_histograms import Histogram
 from binade.quant.measurements import Errors, Summary
 from binade.quant.metrics import sqnr_db

@@ -16,8 +16,8 @@ from binade.collector.capture.tried import Tried
 from binade.collector.capture.valid import Valid
 from binade.collector.capture.writing import Pending
 from binade.collector.models.site import Site
-from binade.data.columns import Score, TensorRow
-from binade.data.tensor_kinds import Product
+from binade.data.run.columns import Score, TensorRow
+from binade.data.run.tensor_kinds import Product
 from binade.quant.later import Later
 from binade.quant.measurements import Summary
 

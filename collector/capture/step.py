@@ -1,4 +1,4 @@
-"""Records what a step computes besides its products, if a Recorder names it: see data.tensor_kinds.Other.
+"""Records what a step computes besides its products, if a Recorder names it: see data.run.tensor_kinds.Other.
 
 Norms, LM heads and mixtures of experts are seen in their forward pass, parameters in the step of a torch optimizer that
 holds them. Nothing is attached for tensors that are not named.
@@ -28,8 +28,8 @@ from binade.collector.models.norm import RecordingPoint
 from binade.collector.models.parallel import linear_shard
 from binade.collector.models.site import HEAD, Site
 from binade.collector.probes.probe import Recording
-from binade.data.columns import Shard
-from binade.data.tensor_kinds import TENSOR_KINDS, Other, TensorKind
+from binade.data.run.columns import Shard
+from binade.data.run.tensor_kinds import TENSOR_KINDS, Other, TensorKind
 
 NORM = re.compile(r"(Layer|RMS)Norm(1P)?$")  # ends the names of their classes
 SAMPLED_ROWS = 8

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from binade.data.columns import RoundedWith, Score
-from binade.data.tensor_kinds import Gemm, has_tokens
+from binade.data.run.columns import RoundedWith, Score
+from binade.data.run.tensor_kinds import Gemm, has_tokens
 from binade.quant.backends.counts import Counted
 from binade.quant.block_histograms import Histogram
 from binade.quant.gemm import Observed

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from binade.collector.errors import ConfigError
-from binade.data.columns import ERROR_COLUMNS, MOMENTS
+from binade.data.run.columns import ERROR_COLUMNS, MOMENTS
 
 NAN, LOSS, ZERO_RESULT, LAST_BIN = "nan", "loss", "zero_result", "last_bin"
 QUANTITIES = (LOSS, *ERROR_COLUMNS, *MOMENTS, ZERO_RESULT, LAST_BIN)

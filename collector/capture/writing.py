@@ -33,12 +33,12 @@ from torch import Tensor
 
 from binade.collector.capture.monitor import Monitor
 from binade.collector.capture.reduction import Reduction
-from binade.data.columns import TensorRow
-from binade.data.export import Sink
-from binade.data.runs import RunWriter
-from binade.data.segment import write_segment
-from binade.data.store import encode, write_atomic
-from binade.data.text import describe as one_line
+from binade.data.exchange.export import Sink
+from binade.data.run.columns import TensorRow
+from binade.data.run.directory import RunWriter
+from binade.data.run.segment import write_segment
+from binade.data.run.store import encode, write_atomic
+from binade.data.words.text import describe as one_line
 from binade.quant.later import Later, fetch, fetched_nbytes
 
 # The maximum size of a file beyond its values: torch's zip archive and the description.

@@ -15,7 +15,7 @@ from binade.collector.recipes.ladder import ladder
 from binade.collector.training.config import FORMAT, LAYERS, RunConfig
 from binade.collector.training.plan import Plan, plan
 from binade.collector.training.slurm_options import SlurmOptions
-from binade.data.ladder import Ladder
+from binade.data.compare.ladder import Ladder
 from binade.terminal import CliOption, Command, fail, print_text, resolve_root
 
 MOST_SEEDS = 100

@@ -68,7 +68,7 @@ def _advise(
     """
     from binade.collector.advice.advice import AdviceRequest, read_advice
     from binade.collector.advice.measured import measured_advice
-    from binade.data.store import staged_file
+    from binade.data.run.store import staged_file
 
     limits = {"budget": budget, "memory": memory, "loss": loss}
     flags = [f"--{name}" for name, limit in limits.items() if limit is not None]
@@ -130,8 +130,8 @@ def _check_output(
 
 def _own_measurement(root: Path, model: str | None) -> Path | None:
     """The directory of a run of measurements, if the model is one."""
-    from binade.data.experiment import EXPERIMENT
-    from binade.data.runs import RUN_FILE, read_run
+    from binade.data.run.directory import RUN_FILE, read_run
+    from binade.data.run.experiment import EXPERIMENT
 
     directory = root / Path(model or "").name
     if not model or not (directory / RUN_FILE).exists() or read_run(directory).config.get("kind") != EXPERIMENT:

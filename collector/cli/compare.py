@@ -16,10 +16,9 @@ import pandas as pd
 from binade.collector.cli.output import TextTable, aligned, csv_text, markdown, wrapped
 from binade.collector.recipes.ladder import ladders
 from binade.collector.recipes.parse import gradients_note
-from binade.data import comparison
-from binade.data.ablation import JUDGED, RUNG_FIELDS, Ablation, ablation, iterations_of
-from binade.data.catalog import Catalog
-from binade.data.comparison import (
+from binade.data.compare import comparison
+from binade.data.compare.ablation import JUDGED, RUNG_FIELDS, Ablation, ablation, iterations_of
+from binade.data.compare.comparison import (
     MOST_RUNS,
     OPERAND_FIELDS,
     RECIPE_FIELDS,
@@ -35,11 +34,12 @@ from binade.data.comparison import (
     operands_left,
     with_effects,
 )
-from binade.data.fields import FIELDS, Field
-from binade.data.gradients import COMPARED, GRADIENTS, gradient_summary
-from binade.data.notes import rounded_twice
-from binade.data.run_table import OF_MODEL, losses_of, runs_with_references
-from binade.data.text import markdown_text, number_text
+from binade.data.compare.gradients import COMPARED, GRADIENTS, gradient_summary
+from binade.data.index.catalog import Catalog
+from binade.data.index.run_table import OF_MODEL, losses_of, runs_with_references
+from binade.data.run.notes import rounded_twice
+from binade.data.words.fields import FIELDS, Field
+from binade.data.words.text import markdown_text, number_text
 from binade.terminal import one_line
 
 GRADIENT_FIELDS = (

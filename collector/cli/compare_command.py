@@ -18,8 +18,8 @@ def _compare(root: str | None, kind: str, output: Path | None) -> None:
     ROOT is the directory that contains the runs  [default: $TENSOR_SAVE_DIR, else data/runs].
     """
     from binade.collector.cli.compare import render, sections  # imports pandas and DuckDB
-    from binade.data.catalog import Catalog
-    from binade.data.runs import RunError
+    from binade.data.index.catalog import Catalog
+    from binade.data.run.directory import RunError
 
     runs = resolve_root(root)
     nothing = f"{runs} {'contains no runs that can be read' if runs.is_dir() else 'does not exist'}"

@@ -13,8 +13,8 @@ import click
 from binade.terminal import FAILED, CliOption, Command, print_text, resolve_root, root_option
 
 if TYPE_CHECKING:  # they import pyarrow
-    from binade.data.difference import Difference, Tolerance
-    from binade.data.runs import RunInfo
+    from binade.data.compare.difference import Difference, Tolerance
+    from binade.data.run.directory import RunInfo
 
 AROUND = 8  # rows shown on each side of the first difference
 
@@ -36,8 +36,8 @@ def _diff(run_a: str, run_b: str, root: str | None, tolerance: float | None, bit
 
     Exit status: 0 if no tensor differs, 1 if one does or there is none to compare.
     """
-    from binade.data.difference import difference
-    from binade.data.runs import RunError
+    from binade.data.compare.difference import difference
+    from binade.data.run.directory import RunError
 
     if bitwise and tolerance is not None:
         raise click.UsageError("--bitwise and --tolerance contradict each other: give one")
@@ -52,7 +52,7 @@ def _diff(run_a: str, run_b: str, root: str | None, tolerance: float | None, bit
 
 
 def _find(name: str, root: str | None) -> RunInfo:
-    from binade.data.runs import read_run
+    from binade.data.run.directory import read_run
 
     directory = next((path for path in (Path(name), resolve_root(root) / name) if (path / "run.json").is_file()), None)
     if directory is None:
@@ -61,7 +61,7 @@ def _find(name: str, root: str | None) -> RunInfo:
 
 
 def _lines(difference: Difference, limit: Tolerance, first: int | None) -> list[str]:
-    from binade.data.difference_text import conclusion
+    from binade.data.compare.difference_text import conclusion
 
     rows = difference.rows
     lines = [f"note: {note}" for note in difference.notes]

@@ -46,7 +46,7 @@ def source_of(root: Path, model: str | None, given: dict[str, Any]) -> Experimen
     Of a run, its model and data, the weights of its last checkpoint if it has one, and sequences that it does not train
     on. Raises ConfigError and RunError."""
     from binade.collector.experiment.source import ExperimentSource, unread
-    from binade.data.runs import CHECKPOINTS, RUN_FILE, read_run
+    from binade.data.run.directory import CHECKPOINTS, RUN_FILE, read_run
 
     given = {name: value for name, value in given.items() if value is not None}
     sequences, skip = given.pop("sequences", SEQUENCES), given.pop("skip", None)

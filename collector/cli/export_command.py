@@ -29,8 +29,8 @@ def _export(
     Metrics and histograms by layer and iteration are written for TensorBoard, Weights & Biases or pandas; the tables of
     the index are written as Parquet.
     """
-    from binade.data import export
-    from binade.data.catalog import Catalog  # imports DuckDB
+    from binade.data.exchange import export
+    from binade.data.index.catalog import Catalog  # imports DuckDB
 
     choice = export.Choice(metrics, formats, filter_of(filters))
     runs_root = resolve_root(root)

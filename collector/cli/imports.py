@@ -13,7 +13,7 @@ from click.core import ParameterSource
 from binade.collector.cli.console import console
 from binade.collector.imports.model_paths import KINDS
 from binade.collector.settings import DEFAULT_SCORES
-from binade.data.text import counted
+from binade.data.words.text import counted
 from binade.terminal import (
     CliOption,
     Command,
@@ -61,7 +61,7 @@ def _import(context: click.Context, /, path: Path, root: str, dry_run: bool, **o
     from binade.collector.imports.files import checked, tensor_files, walk
     from binade.collector.imports.losses import find_logs
     from binade.collector.imports.readers.registry import looked_for
-    from binade.data.access import check_writable
+    from binade.data.run.access import check_writable
 
     if not dry_run:
         check_writable("importing")  # before a directory is searched, which may take minutes
@@ -128,8 +128,8 @@ def _losses(
     from binade.collector.errors import ConfigError
     from binade.collector.imports.losses import import_trainings, read_logs, refusal
     from binade.collector.imports.readers.series import UNITS, Columns, Repeats
-    from binade.data.runs import IMPORT
-    from binade.data.same_data import unknown
+    from binade.data.compare.same_data import unknown
+    from binade.data.run.directory import IMPORT
 
     facts = _like(like, root, start) if like is not None else dict(start)
     columns = Columns(
@@ -172,8 +172,8 @@ def _losses(
 
 def _like(name: str, root: Path, start: dict[str, Any]) -> dict[str, Any]:
     """What an import is given of the run that it is like. Raises UsageError for a run that does not exist."""
-    from binade.data.runs import first_step, read_run
-    from binade.data.same_data import like
+    from binade.data.compare.same_data import like
+    from binade.data.run.directory import first_step, read_run
 
     if given := [f"--{option}" for option, value in start.items() if value is not None]:
         raise click.UsageError(f"--like takes the model, data and seed of {name}: leave out {', '.join(given)}")

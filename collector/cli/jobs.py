@@ -13,8 +13,8 @@ import click
 from binade.collector.cli.options import parse
 from binade.collector.errors import ConfigError
 from binade.collector.settings import QUEUEABLE
-from binade.data.store import no_link
-from binade.data.text import describe
+from binade.data.run.store import no_link
+from binade.data.words.text import describe
 from binade.terminal import CANCELLED, FAILED, CliOption, Command, fail, resolve_root, root_option
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ def _serve(root: Path) -> None:
 
 def _print_jobs(root: Path, everything: bool) -> None:
     from binade.collector.jobs import JobState, at_once, listing, problems
-    from binade.data.runs import RunError
+    from binade.data.run.directory import RunError
 
     views = listing(root)
     for problem in problems(root):
@@ -251,7 +251,7 @@ def _row(view: JobView) -> tuple[str, ...]:
 def _ensure_runner(root: Path, views: list[JobView]) -> None:
     """Start the runner if jobs wait and no runner is alive, for example after a restart of the machine."""
     from binade.collector.jobs import has_runner, start_runner
-    from binade.data.access import read_only
+    from binade.data.run.access import read_only
 
     if any(view.active for view in views) and not read_only() and not has_runner(root):
         start_runner(root)

@@ -12,7 +12,7 @@ from binade.collector.recipes.files import PUBLISHED
 from binade.collector.recipes.ingredients import INGREDIENTS
 from binade.collector.recipes.parse import GRADIENT_FORMAT, parse_recipe
 from binade.collector.recipes.recipe import OPERANDS, TEN_RECIPES
-from binade.data.tensor_kinds import tensor_names
+from binade.data.run.tensor_kinds import tensor_names
 from binade.quant.formats import FORMATS, Format
 from binade.quant.specs import OPTIONS, Spec
 from binade.terminal import Command, print_text

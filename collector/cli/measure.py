@@ -14,7 +14,7 @@ from binade.terminal import CliOption, Command, names, print_text, resolve_root,
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from binade.data.effects import Measured
+    from binade.data.run.effects import Measured
 
 LISTED = 12  # groups
 
@@ -36,7 +36,7 @@ def _measure(
     """
     from binade.collector.experiment.experiment import ExperimentRequest, estimate_experiment, run_experiment
     from binade.collector.experiment.runner import duration
-    from binade.data.effects import measured_effects
+    from binade.data.run.effects import measured_effects
 
     where = resolve_root(root)
     source = source_of(where, model, given)
@@ -54,7 +54,7 @@ def _measure(
 
 def described(rows: Iterable[Measured]) -> str:
     """The effects by format: whole parts, then the groups with the largest effects."""
-    from binade.data.effects import DIVERGENCE
+    from binade.data.run.effects import DIVERGENCE
 
     lines = []
     by_format: dict[str, list[Measured]] = {}

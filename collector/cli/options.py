@@ -24,7 +24,7 @@ from binade.collector.training.slurm_options import SlurmOptions
 from binade.terminal import CliOption, Command, names, root_option, usage_message
 
 if TYPE_CHECKING:
-    from binade.data.runs import RunInfo
+    from binade.data.run.directory import RunInfo
 
 COMMANDS = ("run", "batch", "quick")
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -183,7 +183,7 @@ class Request:
         if not self.resume:
             return self.plans
         from binade.collector.training.checkpoints import last  # pydantic, as in `read_configs`
-        from binade.data.runs import read_run
+        from binade.data.run.directory import read_run
 
         run = read_run(root / Path(self.resume).name)
         given = self.branches.config if self.branches else next(iter(self.runs), None)
@@ -219,8 +219,8 @@ def parse(line: Sequence[str]) -> Request:
 def read_configs(path: str) -> list[Plan]:
     """The plans of the configurations in a JSON file: one, or a list for the same ranks and device. The run.json of a
     run and the job.json of a job have one as an entry. Raises ConfigError."""
-    from binade.data.json_files import MOST_BYTES, parse_json  # pydantic, for which --help does not wait
-    from binade.data.store import read_file
+    from binade.data.run.json_files import MOST_BYTES, parse_json  # pydantic, for which --help does not wait
+    from binade.data.run.store import read_file
 
     with raising(ConfigError, f"--config {path} cannot be read", OSError, ValueError, RecursionError):
         content = json.loads(read_file(Path(path), MOST_BYTES))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from binade.data.text import csv_cell, markdown_table, markdown_text
+from binade.data.words.text import csv_cell, markdown_table, markdown_text
 from binade.terminal import CliOption, print_text
 
 WIDTH = 120
@@ -74,8 +74,8 @@ def output_options() -> list[click.Parameter]:
 
 def print_or_write(text: str, output: Path | None, what: str) -> None:
     """Print a text, or write it to a file at once and print that `what` was written. Raises RunError."""
-    from binade.data.runs import RunError  # imports pyarrow: --help does not wait for it
-    from binade.data.store import write_atomic
+    from binade.data.run.directory import RunError  # imports pyarrow: --help does not wait for it
+    from binade.data.run.store import write_atomic
 
     if output is None:
         print_text(text.removesuffix("\n"))

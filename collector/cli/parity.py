@@ -24,15 +24,15 @@ from binade.collector.cli.output import (
 )
 from binade.collector.errors import ConfigError
 from binade.collector.recipes.recipe import BF16
-from binade.data.text import counted, markdown_text, number_text
+from binade.data.words.text import counted, markdown_text, number_text
 from binade.terminal import CliOption, Command, one_line, print_text, resolve_root, root_option
 
 if TYPE_CHECKING:
     from binade.collector.imports.rollouts import Rollouts
-    from binade.data.evidence import Estimate
-    from binade.data.parity import Policies, Row
-    from binade.data.parity_results import GroupGap, Replay
-    from binade.data.routing import Routing
+    from binade.data.compare.evidence import Estimate
+    from binade.data.compare.parity import Policies, Row
+    from binade.data.compare.routing import Routing
+    from binade.data.run.parity_results import GroupGap, Replay
 
 VALUES = ("over_tokens", "over_sequences", "median_of_tokens", "median_of_sequences")
 DEFAULT_BY = ("part", "site")
@@ -103,9 +103,9 @@ def _of_recipes(
 ) -> None:
     """given: the options that have a value, without those of every command."""
     from binade.collector.experiment.experiment import ExperimentRequest, run_experiment
-    from binade.data.parity_results import findings, read_gaps, replay, routing_findings
-    from binade.data.routing import LEGEND as LEGEND_OF_ROUTING
-    from binade.data.routing import read_routing
+    from binade.data.compare.routing import LEGEND as LEGEND_OF_ROUTING
+    from binade.data.compare.routing import read_routing
+    from binade.data.run.parity_results import findings, read_gaps, replay, routing_findings
 
     train, operands, by = given.pop("train", BF16), given.pop("operands", False), given.pop("by", DEFAULT_BY)
     if rollout == train:
@@ -140,7 +140,7 @@ def _of_recipes(
 
 def _writable(root: str | None) -> Path:
     """The root of the runs, which may be written. Raises RunError and ReadOnlyError."""
-    from binade.data.access import check_writable
+    from binade.data.run.access import check_writable
 
     check_writable("recording a run")
     return resolve_root(root)
@@ -169,7 +169,7 @@ def _causes(gaps: Sequence[GroupGap]) -> TextTable:
 
 def _routing(routing: Routing) -> TextTable:
     """Flips, recall and order by layer, then the tokens that flip in any layer."""
-    from binade.data.routing import MARGIN
+    from binade.data.compare.routing import MARGIN
 
     header = ("router", "experts", "flips (%)", "95% interval", "recall (%)", "reordered (%)", "margin", "at flips")
     rows = []
@@ -208,7 +208,7 @@ def _interval(estimate: Estimate) -> str:
 
 def _quantities_of(rollouts: Sequence[Rollouts]) -> list[tuple[str, str, Policies]]:
     """(tool, step, policies): of all steps, then of each if there are several."""
-    from binade.data.parity import joined
+    from binade.data.compare.parity import joined
 
     tools = ", ".join(dict.fromkeys(rollout.tool for rollout in rollouts))
     whole = (tools, "all", joined([rollout.policies for rollout in rollouts]))
@@ -236,7 +236,7 @@ def _size(pair: Policies) -> str:
 
 
 def _table(pair: Policies) -> TextTable:
-    from binade.data.parity import quantities
+    from binade.data.compare.parity import quantities
 
     header = ("quantity", "formula", "tokens", "sequences", "median token", "median sequence")
     rows = (
@@ -252,7 +252,7 @@ def _cell(row: Row, name: str) -> str:
 
 def _by_step(rollouts: Sequence[Rollouts]) -> TextTable:
     """The quantities that tools plot, by step, with their medians over steps."""
-    from binade.data.parity import quantities
+    from binade.data.compare.parity import quantities
 
     by_step = [{row.measure.name: row for row in quantities(rollout.policies)} for rollout in rollouts]
     values = [[_main(by_name[name]) for name in BY_STEP] for by_name in by_step]
@@ -286,7 +286,7 @@ def _csv(rollouts: Sequence[Rollouts]) -> str:
 
 def csv_rows(pair: Policies) -> Iterator[dict[str, object]]:
     """The quantities of two policies, as cells by column."""
-    from binade.data.parity import quantities
+    from binade.data.compare.parity import quantities
 
     for row in quantities(pair):
         values = {name: getattr(row, name) for name in VALUES}

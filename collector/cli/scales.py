@@ -25,8 +25,8 @@ def _scales(root: str | None, fmt: str, history: int, output: Path | None, **fil
     """
     from binade.collector.advice.scales import recipe, sweep
     from binade.collector.recipes.files import to_toml
-    from binade.data.catalog import Catalog
-    from binade.data.store import staged_file
+    from binade.data.index.catalog import Catalog
+    from binade.data.run.store import staged_file
 
     if output is not None and (output.suffix != ".toml" or output.exists()):
         wrong = "exists" if output.exists() else "does not end in .toml"
@@ -58,7 +58,7 @@ def _described(sweep: Sweep) -> str:
         spread,
         tiers,
     )
-    from binade.data.evidence import SHARE, spread_of
+    from binade.data.compare.evidence import SHARE, spread_of
     from binade.quant.specs import Spec
 
     names = tiers(Spec.of(sweep.fmt))

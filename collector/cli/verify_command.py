@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from binade.collector.cli.console import console
-from binade.data.text import counted
+from binade.data.words.text import counted
 from binade.terminal import FAILED, CliOption, Command, one_line, print_text, resolve_root
 
 
@@ -16,10 +16,10 @@ def _verify(root: str | None, runs: tuple[str, ...], convert: bool) -> int:
     RUN is a directory in it  [default: all]. Exit status 1 if a file is damaged or missing, or has changed since it was
     imported.
     """
-    from binade.data.verify import verify  # imports pyarrow
+    from binade.data.run.verify import verify  # imports pyarrow
 
     if convert:
-        from binade.data.convert import convert_effects
+        from binade.data.run.convert import convert_effects
 
         for run_id in convert_effects(resolve_root(root), runs):
             print_text(f"converted: {run_id}")

@@ -25,7 +25,7 @@ import numpy as np
 
 from binade.collector.datasets.inputs import Source
 from binade.collector.errors import ConfigError
-from binade.data.store import check_regular
+from binade.data.run.store import check_regular
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")

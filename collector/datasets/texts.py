@@ -30,7 +30,7 @@ import pyarrow.parquet as pq
 
 from binade.collector.datasets.inputs import Source
 from binade.collector.errors import ConfigError, DataError
-from binade.data.store import check_regular
+from binade.data.run.store import check_regular
 
 COLUMN = "text"
 SETTLED = 10**9  # ns; within the resolution of its clock, a file may change again without a new time stamp

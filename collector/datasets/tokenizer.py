@@ -18,7 +18,7 @@ import numpy as np
 from binade.collector.datasets.inputs import BYTE, find_tokenizer
 from binade.collector.errors import ConfigError, DataError
 from binade.collector.pretrained.gguf_file import GGUF, open_gguf
-from binade.data.store import read_file
+from binade.data.run.store import read_file
 
 END_OF_DOCUMENT = 256
 END_TOKENS = ("<|end_of_text|>", "<|endoftext|>", "<｜end▁of▁sentence｜>", "</s>", "<eos>", "[EOS]")

@@ -36,8 +36,8 @@ from binade.collector.experiment.treatments import Key, Treatment
 from binade.collector.models.model import GPTModel
 from binade.collector.models.parallel import Call
 from binade.collector.models.site import Site
-from binade.data.experiment import BatchResult, RouterChoices
-from binade.data.tensor_kinds import Product
+from binade.data.run.experiment import BatchResult, RouterChoices
+from binade.data.run.tensor_kinds import Product
 from binade.quant.gemm import Observed, Rounding
 from binade.quant.specs import GemmFormats
 

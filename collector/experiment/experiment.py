@@ -16,9 +16,9 @@ from binade.collector.experiment.source import ExperimentSource, OpenedSource, o
 from binade.collector.experiment.treatments import Key, Treatment, base_of, recipes_of, replayed, treatments_of
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import Recipe
-from binade.data.continued import continued_run
-from binade.data.experiment import EXPERIMENT, SAME, BatchResult, read_results
-from binade.data.runs import RunWriter
+from binade.data.run.continued import continued_run
+from binade.data.run.directory import RunWriter
+from binade.data.run.experiment import EXPERIMENT, SAME, BatchResult, read_results
 
 
 @dataclass(frozen=True)

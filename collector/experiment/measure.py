@@ -19,10 +19,10 @@ from binade.collector.experiment.evaluator import evaluator_of
 from binade.collector.experiment.runner import record, run_treatments
 from binade.collector.experiment.treatments import BY, recipes_of, treatments_of
 from binade.collector.recipes.recipe import PARTS
-from binade.data.continued import continued_run
-from binade.data.effects import Measured, measured_effects
-from binade.data.experiment import EXPERIMENT, SAME
-from binade.data.runs import resolve_root
+from binade.data.run.continued import continued_run
+from binade.data.run.directory import resolve_root
+from binade.data.run.effects import Measured, measured_effects
+from binade.data.run.experiment import EXPERIMENT, SAME
 
 if TYPE_CHECKING:
     import pandas as pd

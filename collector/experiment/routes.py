@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from binade.collector.capture.adapters.layer import Layer
 from binade.collector.models.site import Site
-from binade.data.experiment import RouterChoices
+from binade.data.run.experiment import RouterChoices
 
 TOPK = (torch.topk, Tensor.topk)
 

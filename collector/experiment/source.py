@@ -27,8 +27,8 @@ from binade.collector.settings import DeviceName
 from binade.collector.training.held_out import hold_out, logits_of, open_batches, sequences_read
 from binade.collector.training.loop import describe_run, prepare
 from binade.collector.training.plan import Plan
-from binade.data.runs import CHECKPOINTS, RunError
-from binade.data.tensor_files import load_plain
+from binade.data.run.directory import CHECKPOINTS, RunError
+from binade.data.run.tensor_files import load_plain
 
 MEASURES = (
     "model", "size", "layers", "vocab_size", "weights", "data", "seed", "sequence_length", "micro_batch_size",

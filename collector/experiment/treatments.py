@@ -13,9 +13,9 @@ from binade.collector.recipes.files import to_toml
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import PARTS, Recipe
 from binade.collector.recipes.selection import SiteSelection
-from binade.data.effects import recipe_sha256
-from binade.data.experiment import NONE, EffectGroup, TreatmentKey
-from binade.data.tensor_kinds import Product
+from binade.data.run.effects import recipe_sha256
+from binade.data.run.experiment import NONE, EffectGroup, TreatmentKey
+from binade.data.run.tensor_kinds import Product
 from binade.quant.specs import OPERAND_FIELDS, GemmFormats, SpecError
 
 BY: dict[str, tuple[str, ...]] = {

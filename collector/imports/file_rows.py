@@ -20,13 +20,13 @@ from binade.collector.imports.files import LEFT_OUT, File, Refusal
 from binade.collector.imports.log import Importer, TensorLog
 from binade.collector.imports.model_paths import Clues, names_parameter
 from binade.collector.imports.registry import interpret, statistics_of
-from binade.data.columns import Identity, LoggedRow, Origin, Score, TensorRow, Trace
-from binade.data.foreign import ForeignTensor, opened
-from binade.data.runs import is_unicode
-from binade.data.store import FileState, TensorFileError
-from binade.data.tensor_files import TooLargeError
-from binade.data.tensor_kinds import MAPS
-from binade.data.text import counted, describe
+from binade.data.exchange.foreign import ForeignTensor, opened
+from binade.data.run.columns import Identity, LoggedRow, Origin, Score, TensorRow, Trace
+from binade.data.run.directory import is_unicode
+from binade.data.run.store import FileState, TensorFileError
+from binade.data.run.tensor_files import TooLargeError
+from binade.data.run.tensor_kinds import MAPS
+from binade.data.words.text import counted, describe
 from binade.quant.metrics import score
 from binade.quant.summary import summarize
 from binade.quant.traces import hot_channels_later
@@ -37,8 +37,8 @@ DIGITS = 10  # hexadecimal ones of each digest in a tensor's id
 
 @dataclass(frozen=True)
 class FileJob:
-    """A file to read. room: see `data.foreign.opened`; alone: no other file is read at the same time, so there will not
-    be more memory later; kind: see `model_paths.Clues`."""
+    """A file to read. room: see `data.exchange.foreign.opened`; alone: no other file is read at the same time, so there
+    will not be more memory later; kind: see `model_paths.Clues`."""
 
     file: File
     scores: tuple[str, ...]

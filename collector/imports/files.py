@@ -10,8 +10,8 @@ from pathlib import Path
 
 from binade.collector.errors import ConfigError, raising
 from binade.collector.imports.registry import beside, statistics_of
-from binade.data.runs import RUN_FILE, STATUS_FILE, is_unicode
-from binade.data.store import SUFFIXES, changed_ns
+from binade.data.run.directory import RUN_FILE, STATUS_FILE, is_unicode
+from binade.data.run.store import SUFFIXES, changed_ns
 
 LEFT_OUT = "left out of "  # starts the reason
 RUN = "a run of Binade: copy its directory into the root of the runs"
@@ -25,7 +25,7 @@ class File:
     path: str
     name: str
     size: int
-    time_ns: int  # see data.store.changed_ns
+    time_ns: int  # see data.run.store.changed_ns
 
 
 @dataclass(frozen=True)

@@ -33,10 +33,10 @@ from binade.collector.imports.names import COLUMNS, IDENTITY, Row, distinct_modu
 from binade.collector.imports.run import run_of_import
 from binade.collector.imports.workers import Death, scatter
 from binade.collector.training.memory import available_host_memory
-from binade.data.columns import LoggedRow, TensorRow
-from binade.data.runs import DONE, RunInfo, RunWriter, unwritable
-from binade.data.segment import read_tables, replace_segments, tables_of, tensor_record
-from binade.data.store import append_to, write_atomic
+from binade.data.run.columns import LoggedRow, TensorRow
+from binade.data.run.directory import DONE, RunInfo, RunWriter, unwritable
+from binade.data.run.segment import read_tables, replace_segments, tables_of, tensor_record
+from binade.data.run.store import append_to, write_atomic
 from binade.quant.specs import Spec
 
 Say = Callable[[str], None]

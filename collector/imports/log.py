@@ -16,7 +16,7 @@ from pathlib import Path, PurePath
 from typing import Any, TypeGuard
 
 from binade.collector.models.site import WORDS, path_parts, site
-from binade.data.tensor_kinds import TENSOR_KINDS
+from binade.data.run.tensor_kinds import TENSOR_KINDS
 
 BEFORE, AFTER = "before", "after"
 NOT_FINITE = "A statistic in its log is NaN or infinite, so it has NaN or Inf; how many is not known."

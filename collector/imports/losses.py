@@ -23,16 +23,16 @@ from binade.collector.imports.readers.registry import looked_for, reader_of
 from binade.collector.imports.readers.series import Columns, Series
 from binade.collector.imports.registry import statistics_of
 from binade.collector.imports.run import run_of_import
-from binade.data.json_files import sealed
-from binade.data.runs import (
+from binade.data.run.directory import (
     DONE,
     RunError,
     change_notes,
     parse_notes,
     read_notes,
 )
-from binade.data.store import SUFFIXES, set_aside, sweep_beside, temporary_file
-from binade.data.text import describe
+from binade.data.run.json_files import sealed
+from binade.data.run.store import SUFFIXES, set_aside, sweep_beside, temporary_file
+from binade.data.words.text import describe
 
 LONGEST_NAME = 80  # of a run
 SECONDS_A_LINE = 5.0  # of progress

@@ -25,7 +25,17 @@ from pathlib import PurePath
 
 from binade.collector.imports.log import FOLDERS, LINEAR, SEPARATORS, TensorLog, make, place
 from binade.collector.models.site import WORDS, path_parts
-from binade.data.tensor_kinds import BACKWARD, FORWARD, OPTIMIZER, POST, PRE, TENSOR_KINDS, Operation, Phase, Product
+from binade.data.run.tensor_kinds import (
+    BACKWARD,
+    FORWARD,
+    OPTIMIZER,
+    POST,
+    PRE,
+    TENSOR_KINDS,
+    Operation,
+    Phase,
+    Product,
+)
 
 CHECKPOINT, NAME = "checkpoint", "module path"  # a parameter, and any other tensor that is named by a path
 STEPS = ("iteration", "global_step", "iter_num")  # of Megatron, Lightning and nanoGPT

@@ -27,7 +27,7 @@ from pathlib import Path, PurePath
 from typing import Any, TypeGuard
 
 from binade.collector.imports.log import LARGEST, Importer, Statistics, TensorLog, in_folders, logged, make, place
-from binade.data.store import read_file, regular
+from binade.data.run.store import read_file, regular
 
 NAME = "msprobe"
 DATA = "dump_tensor_data"

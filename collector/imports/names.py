@@ -11,7 +11,7 @@ from typing import Any
 
 from binade.collector.imports.log import LONGEST, place, plain_word, without_layer
 from binade.collector.imports.model_paths import CHECKPOINT, NAME
-from binade.data.columns import Identity
+from binade.data.run.columns import Identity
 
 IDENTITY = (*Identity.__annotations__,)
 COLUMNS = ["tensor_id", *IDENTITY, "module_path", "source_version", "path", "file_key"]

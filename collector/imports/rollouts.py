@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from binade.collector.errors import ConfigError, raising
-from binade.data.continued import continued_run
-from binade.data.experiment import EXPERIMENT, SAME, BatchResult, ExperimentWriter, TreatmentKey, read_results
-from binade.data.parity import Floats, Policies
-from binade.data.parity_results import TRAINER
-from binade.data.runs import DONE
-from binade.data.store import TensorFileError, regular, sha256
+from binade.data.compare.parity import Floats, Policies
+from binade.data.run.continued import continued_run
+from binade.data.run.directory import DONE
+from binade.data.run.experiment import EXPERIMENT, SAME, BatchResult, ExperimentWriter, TreatmentKey, read_results
+from binade.data.run.parity_results import TRAINER
+from binade.data.run.store import TensorFileError, regular, sha256
 
 Record = Mapping[str, Any]
 TORCH = (b"PK\x03\x04", b"\x80")  # how the files of torch.save begin
@@ -222,7 +222,7 @@ LINES = (
 
 def _torch_samples(path: Path) -> Iterator[tuple[str, str, RolloutSequence]]:
     """slime: a dict per sequence in `samples`. miles, and slime before its version 2: a list per key."""
-    from binade.data.tensor_files import load_plain  # imports torch
+    from binade.data.run.tensor_files import load_plain  # imports torch
 
     with raising(ConfigError, f"{path} cannot be read", TensorFileError):
         content = load_plain(path)

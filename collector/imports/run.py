@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from binade.data.continued import continued_run
-from binade.data.runs import IMPORT, RunInfo, RunWriter
+from binade.data.run.continued import continued_run
+from binade.data.run.directory import IMPORT, RunInfo, RunWriter
 
 SAME = ("kind", "source", "loss_column")  # two imports that agree in these fields of run.json are one run
 

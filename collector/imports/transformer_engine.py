@@ -28,7 +28,7 @@ from pathlib import Path, PurePath
 
 from binade.collector.imports.log import BEFORE, Importer, Statistics, TensorLog, integer, logged, make, module_word
 from binade.collector.models.site import WORDS
-from binade.data.store import regular
+from binade.data.run.store import regular
 
 NAME = "TransformerEngine"
 # operation, phase and name of each tensor; the first three are operands, dumped before they are quantized

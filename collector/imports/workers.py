@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from typing import Generic, TypeVar
 
-from binade.data.text import signal_name
+from binade.data.words.text import signal_name
 
 J = TypeVar("J")
 R = TypeVar("R")

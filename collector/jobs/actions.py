@@ -10,9 +10,9 @@ from binade.collector.jobs.queue import add_command, add_resumed, add_runs, find
 from binade.collector.jobs.runner import start_runner
 from binade.collector.jobs.state import JobState, view_of
 from binade.collector.training.plan import plan
-from binade.data.access import check_writable
-from binade.data.runs import CANCELLED, JOB_FILE, NotBegunError, RunError, delete_run, now, read_run, settle
-from binade.data.store import remove_directory
+from binade.data.run.access import check_writable
+from binade.data.run.directory import CANCELLED, JOB_FILE, NotBegunError, RunError, delete_run, now, read_run, settle
+from binade.data.run.store import remove_directory
 
 
 def cancel(root: Path, number: int) -> None:

@@ -17,9 +17,9 @@ from binade.collector.jobs.slurm import ClusterJob
 from binade.collector.settings import QUEUEABLE
 from binade.collector.training.config import RunConfig
 from binade.collector.training.slurm_options import SlurmOptions
-from binade.data.json_files import STRICT, Count, Text, Time, read_json, write_json
-from binade.data.runs import JOB_FILE, Status
-from binade.data.text import describe
+from binade.data.run.directory import JOB_FILE, Status
+from binade.data.run.json_files import STRICT, Count, Text, Time, read_json, write_json
+from binade.data.words.text import describe
 
 LAUNCH_FILE, OUTPUT_FILE = "launch.json", "output.txt"
 HERE = SlurmOptions()

@@ -26,8 +26,8 @@ from binade.collector.settings import DeviceName, Stats
 from binade.collector.training.config import RunConfig, trained_config
 from binade.collector.training.memory import available_host_memory, check_memory, needed
 from binade.collector.training.plan import Plan, model_of, recorded_of
-from binade.data.runs import DONE, list_runs, sound_losses
-from binade.data.tensor_kinds import TENSOR_KINDS, Other
+from binade.data.run.directory import DONE, list_runs, sound_losses
+from binade.data.run.tensor_kinds import TENSOR_KINDS, Other
 
 # The rule of thumb: FLOP per second of a training step, seconds per quantized element by device and backend, seconds
 # per recorded value and scored format. Orders of magnitude, not measurements; the first run replaces them.

@@ -17,9 +17,9 @@ from pathlib import Path
 import psutil
 from pydantic.dataclasses import dataclass
 
-from binade.data.json_files import STRICT, Pid
-from binade.data.runs import RUN_VARIABLE, process_start
-from binade.data.runs import boot as boot
+from binade.data.run.directory import RUN_VARIABLE, process_start
+from binade.data.run.directory import boot as boot
+from binade.data.run.json_files import STRICT, Pid
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -45,9 +45,8 @@ from binade.collector.training.checkpoints import last
 from binade.collector.training.config import RunConfig
 from binade.collector.training.plan import Plan
 from binade.collector.training.slurm_options import SlurmOptions
-from binade.data.access import check_writable
-from binade.data.json_files import STRICT, Count, read_json, write_json
-from binade.data.runs import (
+from binade.data.run.access import check_writable
+from binade.data.run.directory import (
     JOB_FILE,
     QUEUED,
     RootError,
@@ -59,9 +58,10 @@ from binade.data.runs import (
     unusable_root,
     write_queued,
 )
-from binade.data.store import locked as held
-from binade.data.store import remove_directory, staged_directory
-from binade.data.text import describe
+from binade.data.run.json_files import STRICT, Count, read_json, write_json
+from binade.data.run.store import locked as held
+from binade.data.run.store import remove_directory, staged_directory
+from binade.data.words.text import describe
 
 FOLDER = ".jobs"
 LONGEST_TITLE = 120

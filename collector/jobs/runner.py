@@ -40,12 +40,12 @@ from binade.collector.jobs.directory import (
 from binade.collector.jobs.processes import Process, boot, host, marked, out_of_memory_kills
 from binade.collector.jobs.queue import at_once, folder, locked, queue_mark, write_runner
 from binade.collector.jobs.state import how_it_ended, processes_of
-from binade.data import runs
-from binade.data.access import check_writable
-from binade.data.python import package_environment
-from binade.data.runs import RUN_VARIABLE, RunError, now, run_directories, settle
-from binade.data.store import no_link
-from binade.data.text import one_line
+from binade.data.exchange.python import package_environment
+from binade.data.run import directory as runs
+from binade.data.run.access import check_writable
+from binade.data.run.directory import RUN_VARIABLE, RunError, now, run_directories, settle
+from binade.data.run.store import no_link
+from binade.data.words.text import one_line
 
 TURN = 0.25  # seconds between two turns
 POLL = 3.0  # seconds between two queries of a cluster

@@ -21,9 +21,9 @@ from pydantic.dataclasses import dataclass
 
 from binade.collector.errors import ConfigError
 from binade.collector.training.targets import Target
-from binade.data.json_files import STRICT
-from binade.data.python import package_path
-from binade.data.runs import RunState
+from binade.data.exchange.python import package_path
+from binade.data.run.directory import RunState
+from binade.data.run.json_files import STRICT
 
 PATIENCE = 10  # seconds that a command of Slurm may take: local jobs wait in the meantime
 SUBMIT_PATIENCE = 60  # seconds that sbatch may take

@@ -34,10 +34,19 @@ from binade.collector.jobs.queue import read_jobs, read_runner
 from binade.collector.jobs.slurm import ENDS, ClusterJob
 from binade.collector.training.checkpoints import last
 from binade.collector.training.config import RunConfig
-from binade.data import runs
-from binade.data.runs import RankStatus, RunError, RunInfo, RunState, Status, rank_statuses, read_run, sound_losses
-from binade.data.store import no_link
-from binade.data.text import signal_name
+from binade.data.run import directory as runs
+from binade.data.run.directory import (
+    RankStatus,
+    RunError,
+    RunInfo,
+    RunState,
+    Status,
+    rank_statuses,
+    read_run,
+    sound_losses,
+)
+from binade.data.run.store import no_link
+from binade.data.words.text import signal_name
 
 
 class JobState(StrEnum):

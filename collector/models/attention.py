@@ -24,7 +24,7 @@ from binade.collector.models.positions import Rotation, apply_rotary, pairs_to_h
 from binade.collector.models.site import Site
 from binade.collector.models.specs import CoreSpec, LinearSpec, Spec
 from binade.collector.ranks import SINGLE, RankGroup
-from binade.data.columns import Shard
+from binade.data.run.columns import Shard
 from binade.quant.attention import flash, smoothed
 from binade.quant.gemm import Observed, Tap, matmul
 

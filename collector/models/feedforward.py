@@ -17,7 +17,7 @@ from binade.collector.models.norm import RecordingPoint
 from binade.collector.models.parallel import build_linear, gather_whole_sequence, scatter_sequence
 from binade.collector.models.specs import LinearSpec
 from binade.collector.ranks import RankGroup
-from binade.data.tensor_kinds import Other
+from binade.data.run.tensor_kinds import Other
 
 Route = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 

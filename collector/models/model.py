@@ -19,7 +19,7 @@ from binade.collector.models.positions import Rotation
 from binade.collector.models.shape import Shape
 from binade.collector.models.site import HEAD
 from binade.collector.ranks import SINGLE, RankGroup
-from binade.data.tensor_kinds import Other
+from binade.data.run.tensor_kinds import Other
 from binade.quant.gemm import linear
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from binade.collector.models.parallel import parameter
 from binade.collector.models.site import Site
-from binade.data.tensor_kinds import Other
+from binade.data.run.tensor_kinds import Other
 
 
 class RecordingPoint(nn.Identity):

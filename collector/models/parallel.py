@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from binade.collector.models.site import Site
 from binade.collector.models.specs import LinearSpec, Split
 from binade.collector.ranks import SINGLE, RankGroup
-from binade.data.columns import Shard
+from binade.data.run.columns import Shard
 from binade.quant.gemm import Rounding, Tap, linear
 from binade.quant.kv_cache import cached
 from binade.quant.specs import GemmFormats

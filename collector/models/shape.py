@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from binade.collector.models.rope_scaling import RopeScaling, read_scaling, rope_settings
 from binade.collector.models.site import HEAD, Site
 from binade.collector.models.specs import LinearSpec, NormSpec, OtherSpec, Spec, Split, WeightSpec
-from binade.data.tensor_kinds import Other, named_places
+from binade.data.run.tensor_kinds import Other, named_places
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

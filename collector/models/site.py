@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from binade.data.tensor_kinds import OF_ROUTER, ROUTER, SCALAR_GATE
+from binade.data.run.tensor_kinds import OF_ROUTER, ROUTER, SCALAR_GATE
 
 # Usual ends of the paths of linear layers, and what collector calls them; a longer end goes first.
 _ENDS = {

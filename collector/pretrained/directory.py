@@ -17,7 +17,7 @@ from binade.collector.models.rope_scaling import UnfitError
 from binade.collector.models.shape import Shape
 from binade.collector.pretrained.gguf_file import GGUF, open_gguf
 from binade.collector.pretrained.transformers_model import MOST_LAYERS, shape_of_transformers
-from binade.data.store import read_file
+from binade.data.run.store import read_file
 
 CONFIG = "config.json"
 FP8 = ("F8_E4M3",)  # the dtype of weights that are dequantized when they are read

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 from binade.collector.errors import ConfigError
 from binade.collector.models.shape import Shape
 from binade.collector.models.specs import CoreSpec, LinearSpec, OtherSpec, Spec, Split
-from binade.data.tensor_kinds import Other, tensor_names
-from binade.data.text import one_line
+from binade.data.run.tensor_kinds import Other, tensor_names
+from binade.data.words.text import one_line
 
 if TYPE_CHECKING:
     from binade.collector.pretrained.causal_lm import CausalLM

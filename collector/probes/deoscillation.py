@@ -31,10 +31,10 @@ from binade.collector.capture.instrumented import Instrumented
 from binade.collector.capture.observer import Hook, part_at
 from binade.collector.probes.probe import Finding, Probe, Recording
 from binade.collector.recipes.recipe import Deoscillation
-from binade.data.events import EventKind
-from binade.data.store import staged_file
-from binade.data.tensor_kinds import Product
-from binade.data.text import describe
+from binade.data.run.events import EventKind
+from binade.data.run.store import staged_file
+from binade.data.run.tensor_kinds import Product
+from binade.data.words.text import describe
 from binade.quant.later import Later, LaterPart
 from binade.quant.quantizer import apply
 from binade.quant.specs import Spec

@@ -26,8 +26,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from binade.collector.capture.adapters.layer import Layer
 from binade.collector.capture.clock import Moment, gradient_of, parameters_of
 from binade.collector.probes.probe import Finding, Observation, Probe, Recording
-from binade.data.tensor_kinds import Product
-from binade.data.text import number_text
+from binade.data.run.tensor_kinds import Product
+from binade.data.words.text import number_text
 from binade.quant.later import Later, LaterPart
 
 NAME = "accumulation_error"

@@ -13,8 +13,8 @@ from binade.collector.capture.adapters.layer import Layer
 from binade.collector.capture.adapters.products import applying_function
 from binade.collector.capture.clock import Moment
 from binade.collector.probes.probe import Finding, Observation, Probe, Recording
-from binade.data.tensor_kinds import Product
-from binade.data.text import and_more
+from binade.data.run.tensor_kinds import Product
+from binade.data.words.text import and_more
 
 
 class HiddenProducts(Probe):

@@ -37,7 +37,7 @@ from binade.collector.capture.instrumented import Instrumented
 from binade.collector.capture.optimizer_updates import MOMENTUM, adam_update, muon_update, orthogonalized
 from binade.collector.probes.probe import Probe
 from binade.collector.recipes.recipe import Scheme, StateRounding
-from binade.data.tensor_kinds import Product
+from binade.data.run.tensor_kinds import Product
 from binade.quant.low_rank import muonq
 from binade.quant.quantizer import DTYPES, apply
 from binade.quant.specs import Spec

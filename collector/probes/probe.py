@@ -20,9 +20,9 @@ from binade.collector.capture.options import Watch
 from binade.collector.capture.policy import Policy
 from binade.collector.models.site import Site
 from binade.collector.ranks import Ranks
-from binade.data.columns import TensorRow
-from binade.data.events import EventKind
-from binade.data.tensor_kinds import Product, TensorKind
+from binade.data.run.columns import TensorRow
+from binade.data.run.events import EventKind
+from binade.data.run.tensor_kinds import Product, TensorKind
 from binade.quant.gemm import Observed
 from binade.quant.later import Later
 from binade.quant.measurements import Summary
@@ -32,7 +32,7 @@ from binade.quant.measurements import Summary
 class Finding:
     """What an event says: a sentence, and the tensor or module that it is about, as in "layer2.up weight".
 
-    more   other fields of the event, see `data.events.Event`
+    more   other fields of the event, see `data.run.events.Event`
     """
 
     iteration: int

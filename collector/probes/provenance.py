@@ -40,8 +40,8 @@ from binade.collector.capture.writing import copy_later
 from binade.collector.models.site import Site
 from binade.collector.probes.probe import Finding, Probe, Recording
 from binade.collector.probes.weight_history import FiniteNote, Notes, WeightCheck, WeightHistory
-from binade.data.events import EventKind, Reached
-from binade.data.text import and_more
+from binade.data.run.events import EventKind, Reached
+from binade.data.words.text import and_more
 from binade.quant.quantizer import DTYPES
 
 FORWARD, BACKWARD = "forward", "backward"

@@ -12,7 +12,7 @@ import numpy as np
 from binade.collector.capture.clock import Moment
 from binade.collector.models.site import Site
 from binade.collector.probes.probe import Finding, Observation, Probe, Recording
-from binade.data.tensor_kinds import Product
+from binade.data.run.tensor_kinds import Product
 from binade.quant.later import Later
 from binade.quant.measurements import Summary
 

@@ -14,7 +14,7 @@ from binade.collector.probes.probe import Probe, Recording
 from binade.collector.probes.provenance import FirstNonFinite
 from binade.collector.probes.recomputation import Recomputation
 from binade.collector.probes.unchanged_weights import UnchangedWeights
-from binade.data.tensor_kinds import Measure
+from binade.data.run.tensor_kinds import Measure
 
 Begin = Callable[[Recording], Probe | None]
 

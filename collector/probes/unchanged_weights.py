@@ -15,9 +15,9 @@ from binade.collector.capture.adapters.layer import Layer
 from binade.collector.capture.clock import gradient_of, parameters_of
 from binade.collector.models.site import Site
 from binade.collector.probes.probe import Finding, Observation, Probe, Recording
-from binade.data.columns import TensorRow
-from binade.data.tensor_kinds import Operation, Product
-from binade.data.text import and_more
+from binade.data.run.columns import TensorRow
+from binade.data.run.tensor_kinds import Operation, Product
+from binade.data.words.text import and_more
 
 STEPS = 3  # of which no weight changes in any: in one, the learning rate may be 0, or the step was skipped
 

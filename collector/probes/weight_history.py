@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from binade.data.text import and_more
+from binade.data.words.text import and_more
 
 
 @dataclass

@@ -81,7 +81,7 @@ from binade.collector.recipes.recipe import (
     Scheme,
 )
 from binade.collector.recipes.selection import SelectionError, SiteSelection
-from binade.data.store import read_text
+from binade.data.run.store import read_text
 from binade.quant.formats import UnknownFormatError
 from binade.quant.specs import GemmFormats, KVCache, Smooth, Softmax, Spec, SpecError
 

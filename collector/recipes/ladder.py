@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from binade.collector.recipes.ingredients import INGREDIENTS
 from binade.collector.recipes.parse import ingredients_of, parse_recipe, split_without
 from binade.collector.recipes.recipe import BF16, RecipeError
-from binade.data.ladder import Ladder, Rung
+from binade.data.compare.ladder import Ladder, Rung
 
 Off = frozenset[str]  # the ingredients that a text turns off
 WHOLE, DGRAD, WGRAD = Off(), Off({"dgrad"}), Off({"wgrad"})

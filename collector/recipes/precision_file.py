@@ -41,7 +41,7 @@ from binade.collector.recipes.recipe import (
     Recipe,
     RecipeError,
 )
-from binade.data.tensor_kinds import OF_ROUNDED
+from binade.data.run.tensor_kinds import OF_ROUNDED
 from binade.quant.specs import OPERAND_FIELDS, GemmFormats, Spec
 
 ALL = "*"

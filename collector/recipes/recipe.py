@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from binade.collector.errors import ConfigError, raising
 from binade.collector.models.site import Site
-from binade.data.tensor_kinds import OF_ROUNDED, Product
+from binade.data.run.tensor_kinds import OF_ROUNDED, Product
 from binade.quant.formats import BF16 as BF16
 from binade.quant.specs import OPERAND_FIELDS, GemmFormats, KVCache, Smooth, Spec, SpecError
 

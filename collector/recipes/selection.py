@@ -25,7 +25,7 @@ import re2
 
 from binade.collector.errors import ConfigError
 from binade.collector.models.site import MTP, Site
-from binade.data.text import spans
+from binade.data.words.text import spans
 
 LAST = -1
 QUIET = re2.Options()

@@ -12,8 +12,8 @@ from pydantic.dataclasses import dataclass
 from binade.collector.errors import ConfigError, raising
 from binade.collector.training.config import RunConfig
 from binade.collector.training.plan import Branch
-from binade.data.json_files import STRICT, Count, read_json
-from binade.data.runs import CHECKPOINTS, COUNTS, DONE, QUEUED, RUNNING, RunError, RunInfo, Whole, queued_run
+from binade.data.run.directory import CHECKPOINTS, COUNTS, DONE, QUEUED, RUNNING, RunError, RunInfo, Whole, queued_run
+from binade.data.run.json_files import STRICT, Count, read_json
 
 NO_CHECKPOINT = "it ended before the first one, or was started without --checkpoint-every"
 

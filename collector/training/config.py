@@ -27,7 +27,7 @@ from binade.collector.settings import (
     declared,
     option,
 )
-from binade.data.tensor_kinds import DEFAULT_MEASURES, Measure, tensor_names
+from binade.data.run.tensor_kinds import DEFAULT_MEASURES, Measure, tensor_names
 
 LAYERS = (
     "LAYERS is first, last 2, 3, 2-4, or a regular expression that is searched for in names such as layer1.qkv, "
@@ -290,7 +290,7 @@ def defaults(command: str, training_config: str | None = None) -> RunConfig:
 def trained_config(description: Mapping[str, Any]) -> RunConfig:
     """The configuration that `binade run` trained a run with. description: its run.json. Raises ConfigError for a run
     that was not trained so."""
-    from binade.data.json_files import parse_json  # pydantic, for which --help does not wait
+    from binade.data.run.json_files import parse_json  # pydantic, for which --help does not wait
 
     record = description.get("run_config")
     if not isinstance(record, Mapping):

@@ -26,9 +26,9 @@ from binade.collector.errors import ConfigError
 from binade.collector.ranks import LAUNCHER, PeerLostError
 from binade.collector.training.plan import Plan
 from binade.collector.training.ranks import STORE, settle_runs, this_process
-from binade.data.python import package_environment
-from binade.data.runs import CANCELLED, FAILED
-from binade.data.text import signal_name
+from binade.data.exchange.python import package_environment
+from binade.data.run.directory import CANCELLED, FAILED
+from binade.data.words.text import signal_name
 
 PREFIX = "binade: "
 REFUSED = 2  # a rank's exit status for bad usage

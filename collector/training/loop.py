@@ -59,7 +59,7 @@ from binade.collector.training.resume import (
     open_resumed,
     write_checkpoint,
 )
-from binade.data.store import append_to
+from binade.data.run.store import append_to
 from binade.quant.specs import Spec
 
 Say = Callable[[str], None]

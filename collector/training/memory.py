@@ -14,7 +14,7 @@ import psutil
 from binade.collector.errors import ConfigError
 from binade.collector.settings import DeviceName
 from binade.collector.training.plan import Plan
-from binade.data.tensor_kinds import Measure
+from binade.data.run.tensor_kinds import Measure
 
 # Bytes per weight: float32 value, gradient and Adam's two moments; and its bfloat16 copy, from forward to backward.
 PER_WEIGHT = 16

@@ -17,7 +17,7 @@ from binade.collector.recipes.recipe import Part, Recipe
 from binade.collector.recipes.selection import SelectionError, SiteSelection
 from binade.collector.settings import Size, declared
 from binade.collector.training.config import OVERRIDES, RunConfig
-from binade.data.tensor_kinds import tensor_names
+from binade.data.run.tensor_kinds import tensor_names
 from binade.quant.formats import UnknownFormatError
 from binade.quant.specs import Spec as FormatSpec
 from binade.quant.specs import SpecError

@@ -34,13 +34,13 @@ from binade.collector.settings import DeviceName
 from binade.collector.training.checkpoints import Position, check_resumable, last, to_branch
 from binade.collector.training.config import RunConfig
 from binade.collector.training.plan import Branch, Plan
-from binade.data.events import events_file
-from binade.data.held_out import FILE as HELD_OUT
-from binade.data.json_files import write_json
-from binade.data.runs import CHECKPOINTS, SEGMENT, RunError, RunInfo, RunWriter, first_step, read_run
-from binade.data.store import remove_directory, save_state, staged_file
-from binade.data.tensor_files import load_plain
-from binade.data.twin import FILE as TWINS
+from binade.data.run.directory import CHECKPOINTS, SEGMENT, RunError, RunInfo, RunWriter, first_step, read_run
+from binade.data.run.events import events_file
+from binade.data.run.held_out import FILE as HELD_OUT
+from binade.data.run.json_files import write_json
+from binade.data.run.store import remove_directory, save_state, staged_file
+from binade.data.run.tensor_files import load_plain
+from binade.data.run.twin import FILE as TWINS
 
 KEPT = 2  # a rank may write the next one while another has not written this one
 
@@ -139,7 +139,7 @@ class Branched(Resumed):
     branch   where that is
     same     whether the branch has the recipe of the run, so that delayed scales go on
     history  the names of the recipes that were trained before, without the warm-up
-    first    the first iteration of the run's training: see data.runs.Step
+    first    the first iteration of the run's training: see data.run.directory.Step
     """
 
     branch: Branch

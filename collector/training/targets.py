@@ -22,8 +22,8 @@ from typing import ClassVar, Literal
 from pydantic.dataclasses import dataclass
 
 from binade.collector.errors import ConfigError
-from binade.data.json_files import STRICT, parse_json
-from binade.data.store import read_text
+from binade.data.run.json_files import STRICT, parse_json
+from binade.data.run.store import read_text
 
 CONFIG = "BINADE_CONFIG"
 FILE = "binade.toml"

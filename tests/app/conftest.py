@@ -11,9 +11,9 @@ from altair.utils.schemapi import disable_debug_mode
 from streamlit.components.v2 import manifest_scanner
 from streamlit.testing.v1 import AppTest
 
-from binade.app import state
+from binade.app.frame import state
 from binade.app.pages.registry import PAGES
-from binade.app.params import texts_of
+from binade.app.view.params import texts_of
 from tests.app import roots
 
 # Every AppTest looks for components in all installed packages, which takes longer than many a page: once is enough.

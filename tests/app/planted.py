@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from binade.app.figure import Drawn
+from binade.app.draw.figure import Drawn
 from binade.app.pages.registry import PART
 from binade.app.questions.attention.question import ATTENTION
 from binade.app.questions.blocks.question import BLOCKS
@@ -21,11 +21,11 @@ from binade.app.questions.map.question import MAP
 from binade.app.questions.normality.question import NORMALITY
 from binade.app.questions.question import Question
 from binade.app.questions.recipes.question import RECIPES
-from binade.app.view import View
+from binade.app.view.view import View
 from binade.collector.recipes.ladder import ladder
-from binade.data.catalog import Catalog
-from binade.data.filter import Filter
-from binade.data.rounding_alone import RoundingAlone
+from binade.data.index.catalog import Catalog
+from binade.data.run.rounding_alone import RoundingAlone
+from binade.data.words.filter import Filter
 from tests.data.builder import make_run
 
 SCORED = ("hifp8", "mxfp4")  # by the builder

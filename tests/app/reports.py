@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from binade.data.catalog import Catalog
+from binade.data.index.catalog import Catalog
 from tests.conftest import MadeOnce, run_collector
 from tests.data.builder import make_run
 

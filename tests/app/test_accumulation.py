@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from binade import quant
-from binade.app.figure import Text
+from binade.app.draw.figure import Text
 from binade.app.measures import accumulation, results
 from binade.app.measures.map_measure import CellQuery
-from binade.app.view import View
-from binade.data.catalog import Catalog
-from binade.data.filter import Filter
+from binade.app.view.view import View
+from binade.data.index.catalog import Catalog
+from binade.data.words.filter import Filter
 from binade.quant.specs import Spec
 from tests.app.roots import copy
 from tests.bench.bench_accumulation import of_recorded

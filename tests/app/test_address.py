@@ -9,9 +9,9 @@ import pytest
 import torch
 from streamlit.testing.v1 import AppTest
 
-from binade.app import state
-from binade.app.address import RESOLVED
-from binade.app.params import texts_of
+from binade.app.frame import state
+from binade.app.frame.address import RESOLVED
+from binade.app.view.params import texts_of
 from tests.app.planted import operand
 from tests.app.test_pages import rerun
 from tests.data.builder import make_run

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from binade.app import aliases
 from binade.app.measures.registry import MAP_MEASURES
 from binade.app.sessions.session import Pin
-from binade.app.view import View
-from binade.data.catalog import Catalog
-from binade.data.filter import Filter
-from binade.data.twin import GradientTwin, Twin, append_twin
+from binade.app.view import aliases
+from binade.app.view.view import View
+from binade.data.index.catalog import Catalog
+from binade.data.run.twin import GradientTwin, Twin, append_twin
+from binade.data.words.filter import Filter
 from tests.data.builder import make_run
 
 pytestmark = pytest.mark.slow

@@ -17,9 +17,9 @@ from binade import quant
 from binade.app.questions.shared import distributions, laws
 from binade.app.questions.shared.distributions import Distribution, _shares, distribution_of
 from binade.app.questions.shared.labels import thinned
-from binade.data.catalog import Catalog
-from binade.data.filter import Filter
-from binade.data.run_table import run_labels
+from binade.data.index.catalog import Catalog
+from binade.data.index.run_table import run_labels
+from binade.data.words.filter import Filter
 from binade.quant.metrics import score
 from tests.app.roots import odd_tensors, record
 

@@ -21,13 +21,13 @@ from binade.app.questions.shared.rounded import Recorded, subject
 from binade.app.questions.shared.selection import recorded_in
 from binade.app.questions.what_if import compute as what_if
 from binade.app.questions.why.compute import zones
-from binade.app.view import View
+from binade.app.view.view import View
 from binade.collector import Recorder, instrument
 from binade.collector.models.model import GPTModel
 from binade.collector.models.registry import MODELS
 from binade.collector.recipes.files import PUBLISHED
-from binade.data.catalog import USED, Catalog
-from binade.data.filter import Filter
+from binade.data.index.catalog import USED, Catalog
+from binade.data.words.filter import Filter
 from binade.quant.metrics import sqnr_db
 from binade.quant.normal import normal_sqnr
 from binade.quant.specs import Spec

@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 
 from binade import Recorder, instrument
-from binade.app.view import View
+from binade.app.view.view import View
 from binade.collector.models.model import GPTModel
 from binade.collector.models.registry import MODELS
-from binade.data.catalog import Catalog
-from binade.data.filter import Filter
-from binade.data.tensor_kinds import OPERANDS, PRODUCT_KINDS
+from binade.data.index.catalog import Catalog
+from binade.data.run.tensor_kinds import OPERANDS, PRODUCT_KINDS
+from binade.data.words.filter import Filter
 from tests.app.planted import operand
 from tests.data.builder import make_run
 

@@ -12,10 +12,10 @@ from starlette.responses import HTMLResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from binade.app.base_path import WithBasePath, WithoutBasePath, base_path_of
-from binade.app.one_address import OneAddress
+from binade.app.frame.base_path import WithBasePath, WithoutBasePath, base_path_of
+from binade.app.frame.one_address import OneAddress
+from binade.app.frame.sharing import SharingError, sharing_of
 from binade.app.sessions.share_view import address_without_page
-from binade.app.sharing import SharingError, sharing_of
 
 PAGE = "<html><head></head><body>{}</body></html>"
 

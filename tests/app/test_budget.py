@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from binade.app import palette
-from binade.app.budget import SCORE, BudgetError, RoundingCost, check
-from binade.app.fair_queue import SESSION, FairQueue
-from binade.app.params import LONGEST, MOST_FORMATS, MOST_WORDS
+from binade.app.frame import palette
+from binade.app.frame.fair_queue import SESSION, FairQueue
 from binade.app.questions.map.question import MAP
-from binade.app.view import QUICK, SLOW, View, pool_of
-from binade.data.cache import ResultCache
-from binade.data.catalog import Catalog
+from binade.app.view.budget import SCORE, BudgetError, RoundingCost, check
+from binade.app.view.params import LONGEST, MOST_FORMATS, MOST_WORDS
+from binade.app.view.view import QUICK, SLOW, View, pool_of
+from binade.data.index.cache import ResultCache
+from binade.data.index.catalog import Catalog
 from binade.quant.blocks import look
 from binade.quant.specs import Spec
 

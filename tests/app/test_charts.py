@@ -19,17 +19,17 @@ import vl_convert
 from altair.utils.data import to_values
 
 from binade import quant
-from binade.app import style
-from binade.app.figure import Figure
+from binade.app.draw import style
+from binade.app.draw.figure import Figure
 from binade.app.questions.recipes import charts as recipe_charts
 from binade.app.questions.shared import distribution_charts, distributions, event_marks, format_charts, laws, loss_chart
 from binade.app.questions.shared.distribution_charts import _outline as outline
-from binade.app.view import View
+from binade.app.view.view import View
 from binade.collector.recipes.recipe import TEN_RECIPES
-from binade.data.catalog import Catalog
-from binade.data.events import Event, EventKind, append_event
-from binade.data.runs import read_steps
-from binade.data.segment import TENSOR_SCHEMA
+from binade.data.index.catalog import Catalog
+from binade.data.run.directory import read_steps
+from binade.data.run.events import Event, EventKind, append_event
+from binade.data.run.segment import TENSOR_SCHEMA
 from tests.conftest import PROJECT, run_python
 
 FORMATS = ["bf16", "hifp8", "mxfp8", "mxfp4"]

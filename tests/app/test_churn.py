@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from binade.app.questions.explore.question import EXPLORE
-from binade.data.catalog import Catalog
-from binade.data.open_index import OutdatedError
+from binade.data.index.catalog import Catalog
+from binade.data.index.opened import OutdatedError
 from tests.app.planted import drawn, layers_alike
 
 

@@ -12,14 +12,14 @@ import pytest
 import torch
 from scipy import stats
 
-from binade.app.figure import Drawn
+from binade.app.draw.figure import Drawn
 from binade.app.measures.registry import MAP_MEASURES
 from binade.app.measures.weights import with_chance
 from binade.app.questions import registry
-from binade.data.catalog import Catalog
-from binade.data.events import Event, EventKind, append_event
-from binade.data.evidence import Sentence
-from binade.data.filter import Filter
+from binade.data.compare.evidence import Sentence
+from binade.data.index.catalog import Catalog
+from binade.data.run.events import Event, EventKind, append_event
+from binade.data.words.filter import Filter
 from binade.quant import quantizer
 from binade.quant.specs import Spec
 from binade.quant.traces import sample_later
@@ -37,7 +37,7 @@ SILENT = {
 }
 # What `runs` says of recipes that leave bf16's band, `recipes` says too, and these runs have one seed.
 CLAIMING = [question.name for question in registry.QUESTIONS if question.name not in (*SILENT, "runs")]
-# What makes sentences in data.evidence.
+# What makes sentences in data.compare.evidence.
 SPEAKING = {"say", "Sentence", "together", "each_of", "extreme", "effects", "largest"}
 QUESTIONS = {question.name: question for question in registry.QUESTIONS}
 FOLDER = Path(registry.__file__).parent

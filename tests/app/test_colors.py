@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from binade import quant
-from binade.app import style
+from binade.app.draw import style
 
 # Machado, Oliveira and Fernandes 2009, table 1, severity 1: linear RGB as seen without red or without green cones.
 CONFUSED = {

@@ -15,18 +15,18 @@ from scipy import stats
 from binade.app.questions.cost.compute import titles
 from binade.app.questions.cost.question import COST, NOTHING, NOTHING_OF_FILTER
 from binade.app.questions.map.question import MAP
-from binade.app.view import View
+from binade.app.view.view import View
 from binade.collector import Recorder, instrument, jobs
 from binade.collector.jobs import queue
 from binade.collector.recipes.files import read_recipe
-from binade.data.catalog import Catalog
-from binade.data.experiment import EffectGroup, experiment_files
-from binade.data.filter import Filter
-from binade.data.parity import Policies, joined
-from binade.data.parity_results import ALL, GroupGap, Parity, ParityStep, read_parity
-from binade.data.routing import RoutedLayer, Routing
-from binade.data.runs import DONE, RunError, RunWriter, first_step, list_runs
-from binade.data.verify import verify
+from binade.data.compare.parity import Policies, joined
+from binade.data.compare.routing import RoutedLayer, Routing
+from binade.data.index.catalog import Catalog
+from binade.data.run.directory import DONE, RunError, RunWriter, first_step, list_runs
+from binade.data.run.experiment import EffectGroup, experiment_files
+from binade.data.run.parity_results import ALL, GroupGap, Parity, ParityStep, read_parity
+from binade.data.run.verify import verify
+from binade.data.words.filter import Filter
 from tests.app import roots
 from tests.app.planted import drawn
 from tests.app.test_pages import Visit, rerun, words

@@ -15,9 +15,9 @@ from binade.app.measures.values import ERRORS
 from binade.app.pages.registry import PAGES, PART
 from binade.app.questions.map import page
 from binade.app.questions.map.question import map_of
-from binade.app.view import View
-from binade.data.cache import ResultCache
-from binade.data.catalog import Catalog
+from binade.app.view.view import View
+from binade.data.index.cache import ResultCache
+from binade.data.index.catalog import Catalog
 from tests.app.planted import Placed, normal, operand
 from tests.data.builder import make_run
 

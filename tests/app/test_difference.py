@@ -9,8 +9,8 @@ import torch
 
 from binade import plots
 from binade.collector.imports import importer
-from binade.data.catalog import Catalog
-from binade.data.filter import Filter
+from binade.data.index.catalog import Catalog
+from binade.data.words.filter import Filter
 from tests.collector.logs_made import read_here
 from tests.collector.test_import_tools import msprobe, run, sglang
 

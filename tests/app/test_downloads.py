@@ -10,14 +10,14 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message
 
-from binade.app import downloads
-from binade.app.downloads import DownloadError
+from binade.app.frame import downloads
+from binade.app.frame.downloads import DownloadError
 from binade.app.sessions import storage
 from binade.app.sessions.session import RunReference, new
-from binade.app.view import View
-from binade.data.bundle import BundleError
-from binade.data.catalog import Catalog
-from binade.data.runs import fingerprint
+from binade.app.view.view import View
+from binade.data.exchange.bundle import BundleError
+from binade.data.index.catalog import Catalog
+from binade.data.run.directory import fingerprint
 from tests.data.builder import assorted, make_run
 
 

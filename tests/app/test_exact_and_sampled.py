@@ -22,9 +22,9 @@ from binade.app.questions.shared import laws
 from binade.app.questions.shared.distribution_charts import quartile_line
 from binade.app.questions.shared.distributions import distribution_of
 from binade.app.questions.shared.rounded import Subject
-from binade.data.catalog import Catalog
-from binade.data.filter import Filter
-from binade.data.notes import rounded_twice
+from binade.data.index.catalog import Catalog
+from binade.data.run.notes import rounded_twice
+from binade.data.words.filter import Filter
 from binade.quant.blocks import look
 from tests.app.planted import drawn, make_losses, normal, operand
 from tests.data.builder import make_run

@@ -14,8 +14,7 @@ import torch
 from scipy import stats
 from vl_convert import vegalite_to_svg
 
-from binade.app.figure import Drawn
-from binade.app.params import Interval
+from binade.app.draw.figure import Drawn
 from binade.app.questions.explore import charts, compute
 from binade.app.questions.explore.curves import Curve, edge
 from binade.app.questions.explore.quantile_plots import against_law, points_of
@@ -23,9 +22,10 @@ from binade.app.questions.explore.question import BY_FIELD
 from binade.app.questions.explore.rounded import in_formats
 from binade.app.questions.shared.distributions import distribution_of, distributions
 from binade.app.questions.shared.operands import ranked_tensors
-from binade.app.view import View
-from binade.data.catalog import USED, Catalog
-from binade.data.filter import Filter
+from binade.app.view.params import Interval
+from binade.app.view.view import View
+from binade.data.index.catalog import USED, Catalog
+from binade.data.words.filter import Filter
 from binade.quant.normal import normal_sqnr
 from tests.app import roots
 

@@ -12,8 +12,8 @@ import pytest
 from markdown_it import MarkdownIt
 from pypdfium2.raw import FPDF_PAGEOBJ_IMAGE, FS_MATRIX, FPDFText_GetFontSize, FPDFText_GetMatrix
 
-from binade.app import exports, style
-from binade.app.figure import Figure
+from binade.app.draw import exports, style
+from binade.app.draw.figure import Figure
 
 pytestmark = pytest.mark.slow
 

@@ -20,17 +20,17 @@ from PIL import Image, ImageColor
 from streamlit.elements.lib.pandas_styler_utils import marshall_styler
 from streamlit.proto.ArrowData_pb2 import ArrowData
 
-from binade.app.figure import Column, Figure
-from binade.app.params import One
+from binade.app.draw.figure import Column, Figure
+from binade.app.draw.show import displayed, with_texts
+from binade.app.draw.style import title
 from binade.app.questions.blocks import question as blocks
 from binade.app.questions.difference import question as difference
 from binade.app.questions.explore import question as explore
 from binade.app.questions.registry import QUESTIONS
 from binade.app.questions.shared.heatmap import HOVER, heatmap
-from binade.app.show import displayed, with_texts
-from binade.app.style import title
-from binade.app.view import View
-from binade.data.catalog import Catalog
+from binade.app.view.params import One
+from binade.app.view.view import View
+from binade.data.index.catalog import Catalog
 from tests.numbers import NUMBER, read
 
 pytestmark = pytest.mark.slow

@@ -13,12 +13,12 @@ import pandas as pd
 import pytest
 from streamlit.testing.v1 import AppTest
 
-from binade.app import show, style
-from binade.app.address import RESOLVED
-from binade.app.figure import Figure
-from binade.app.params import texts_of
-from binade.data.catalog import Catalog
-from binade.data.filter import Filter
+from binade.app.draw import show, style
+from binade.app.draw.figure import Figure
+from binade.app.frame.address import RESOLVED
+from binade.app.view.params import texts_of
+from binade.data.index.catalog import Catalog
+from binade.data.words.filter import Filter
 from tests.app import roots
 from tests.app.test_pages import chips, narrow, rerun, words
 

@@ -19,10 +19,10 @@ from binade.app.measures.gradients import GRADIENT_TO_NOISE
 from binade.app.measures.map_measure import ITERATION, CellQuery
 from binade.app.measures.registry import recorded_measures
 from binade.app.questions.map import charts
-from binade.app.view import View
+from binade.app.view.view import View
 from binade.collector import Recorder, instrument
-from binade.data.catalog import Catalog
-from binade.data.filter import Filter
+from binade.data.index.catalog import Catalog
+from binade.data.words.filter import Filter
 from binade.quant.traces import positions
 from tests.app.test_claims import claims
 from tests.collector.conftest import SMALL

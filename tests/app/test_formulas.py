@@ -13,7 +13,7 @@ import torch
 from scipy import special, stats
 
 from binade import quant
-from binade.app.figure import Offers
+from binade.app.draw.figure import Offers
 from binade.app.measures import blocks as blocks_measure
 from binade.app.measures.map_measure import CellQuery
 from binade.app.measures.registry import MAP_MEASURES
@@ -29,16 +29,16 @@ from binade.app.questions.shared.runs import every_run
 from binade.app.questions.shared.scope import scoped
 from binade.app.questions.what_if import compute as what_if_compute
 from binade.app.questions.why import compute as why_compute
-from binade.app.view import View
+from binade.app.view.view import View
 from binade.collector import Recorder
 from binade.collector.advice import scales
-from binade.data import loss_gaps
-from binade.data.catalog import Catalog
-from binade.data.filter import Filter
-from binade.data.gradients import gradient_errors, gradient_summary
-from binade.data.rounding_alone import RoundingAlone
-from binade.data.run_table import PARTS, runs_with_references
-from binade.data.runs import read_losses
+from binade.data.compare import loss_gaps
+from binade.data.compare.gradients import gradient_errors, gradient_summary
+from binade.data.index.catalog import Catalog
+from binade.data.index.run_table import PARTS, runs_with_references
+from binade.data.run.directory import read_losses
+from binade.data.run.rounding_alone import RoundingAlone
+from binade.data.words.filter import Filter
 from binade.quant.blocks import look
 from binade.quant.formats import FORMATS
 from binade.quant.metrics import errors

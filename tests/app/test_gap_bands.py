@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from scipy import stats
 
-from binade.app.figure import Drawn
-from binade.app.view import View
+from binade.app.draw.figure import Drawn
+from binade.app.view.view import View
 from binade.cli import main
-from binade.data.catalog import Catalog
-from binade.data.runs import IMPORT, RUN_FILE, RunWriter, write_run_file
+from binade.data.index.catalog import Catalog
+from binade.data.run.directory import IMPORT, RUN_FILE, RunWriter, write_run_file
 from tests.app.planted import normal, operand
 from tests.app.test_pages import Visit, words
 from tests.compared import gaps_of, printed

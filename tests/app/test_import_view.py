@@ -11,8 +11,8 @@ import torch
 from streamlit.testing.v1 import AppTest
 
 from binade.app.jobs.import_view import DIRECTORY, FOLDER, PATH
-from binade.data.catalog import Catalog
-from binade.data.runs import list_runs
+from binade.data.index.catalog import Catalog
+from binade.data.run.directory import list_runs
 from tests.app.test_pages import Visit, rerun, words
 
 pytestmark = pytest.mark.slow  # a process for each command

@@ -12,7 +12,7 @@ import torch
 from streamlit.testing.v1 import AppTest
 
 from binade.app.pages.registry import PAGES
-from binade.app.view import View
+from binade.app.view.view import View
 from binade.collector import Recorder
 from binade.collector.capture.clock import Moment
 from binade.collector.imports import importer
@@ -21,9 +21,9 @@ from binade.collector.imports.importer import import_logs
 from binade.collector.imports.losses import find_logs, import_trainings, read_logs
 from binade.collector.imports.readers.series import Columns
 from binade.collector.models.site import Site
-from binade.data.catalog import Catalog
-from binade.data.difference import difference
-from binade.data.runs import list_runs
+from binade.data.compare.difference import difference
+from binade.data.index.catalog import Catalog
+from binade.data.run.directory import list_runs
 from tests.app.test_pages import Visit, charts, chips, listed
 from tests.collector.logs_made import read_here, tensor, write
 from tests.collector.statistics_made import LAYERS, ms_calls, ms_tensors, write_msprobe, write_te

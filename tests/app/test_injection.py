@@ -11,13 +11,13 @@ from xml.etree import ElementTree
 import pytest
 import vl_convert
 
-from binade.app.figure import Drawn
+from binade.app.draw.figure import Drawn
 from binade.app.pages.registry import PAGES, PART
 from binade.app.sessions import pins
 from binade.app.sessions.session import Pin
-from binade.app.view import View
-from binade.data.catalog import Catalog
-from binade.data.filter import FIELDS
+from binade.app.view.view import View
+from binade.data.index.catalog import Catalog
+from binade.data.words.filter import FIELDS
 from tests.app.reports import tensors
 from tests.app.test_pins import CASES
 from tests.data.builder import make_run

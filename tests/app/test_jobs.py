@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from streamlit.testing.v1 import AppTest
 
-from binade.app import state
+from binade.app.frame import state
 from binade.app.jobs import collecting, summary
 from binade.collector import jobs
 from binade.collector.cli.jobs import add_line
@@ -23,10 +23,10 @@ from binade.collector.training.config import RunConfig
 from binade.collector.training.plan import plan
 from binade.collector.training.slurm_options import SlurmOptions
 from binade.collector.training.targets import CONFIG
-from binade.data.access import ReadOnlyError
-from binade.data.catalog import Catalog
-from binade.data.json_files import write_json
-from binade.data.runs import RUN_VARIABLE, list_runs
+from binade.data.index.catalog import Catalog
+from binade.data.run.access import ReadOnlyError
+from binade.data.run.directory import RUN_VARIABLE, list_runs
+from binade.data.run.json_files import write_json
 from binade.quant.formats import FORMATS
 from tests.app import roots
 from tests.app.test_cost import of_recipes

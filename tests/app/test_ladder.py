@@ -12,14 +12,14 @@ import pytest
 import scipy.stats
 import torch
 
-from binade.app.figure import Drawn
+from binade.app.draw.figure import Drawn
 from binade.app.questions.recipes.question import runs_of
 from binade.app.sessions import pins
 from binade.app.sessions.session import Pin
-from binade.app.view import View
+from binade.app.view.view import View
 from binade.collector.recipes.ladder import ladder
-from binade.data.catalog import Catalog
-from binade.data.filter import Filter
+from binade.data.index.catalog import Catalog
+from binade.data.words.filter import Filter
 from tests.app.test_pages import Visit, charts, words
 from tests.compared import compared
 from tests.data.builder import make_run

@@ -19,8 +19,8 @@ from binade.app.sessions import pins
 from binade.app.sessions.session import Pin
 from binade.cli import main
 from binade.collector.imports import importer
-from binade.data.catalog import Catalog
-from binade.data.filter import Filter
+from binade.data.index.catalog import Catalog
+from binade.data.words.filter import Filter
 from tests.collector.logs_made import read_here
 from tests.compared import compared, gaps_of
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from binade.app.figure import Drawn
+from binade.app.draw.figure import Drawn
 from binade.app.questions.registry import QUESTIONS
 from binade.app.sessions import pins
 from binade.app.sessions.session import Pin
-from binade.data.cache import ResultCache
-from binade.data.catalog import Catalog
-from binade.data.runs import DONE, RunWriter
+from binade.data.index.cache import ResultCache
+from binade.data.index.catalog import Catalog
+from binade.data.run.directory import DONE, RunWriter
 from tests.app import roots
 from tests.app.test_pins import drawn_again
 from tests.data.builder import add_segment

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from streamlit.testing.v1 import AppTest
 
-from binade.app.palette import find
-from binade.app.view import View
-from binade.data.catalog import Catalog
-from binade.data.filter import Filter
-from binade.data.runs import DONE, IMPORT, RunWriter, describe_run
+from binade.app.frame.palette import find
+from binade.app.view.view import View
+from binade.data.index.catalog import Catalog
+from binade.data.run.directory import DONE, IMPORT, RunWriter, describe_run
+from binade.data.words.filter import Filter
 from tests.app.test_runs_page import cells_of
 from tests.compared import gaps_of, printed
 

@@ -16,9 +16,9 @@ from streamlit.runtime.state.common import WidgetMetadata
 from streamlit.runtime.state.session_state import SessionState
 from streamlit.testing.v1 import AppTest
 
-from binade.app.guard import PROTOCOL_ERROR, Guard
-from binade.app.reruns import _leave_out_unreadable, _readable
-from binade.app.sharing import Sharing
+from binade.app.frame.guard import PROTOCOL_ERROR, Guard
+from binade.app.frame.reruns import _leave_out_unreadable, _readable
+from binade.app.frame.sharing import Sharing
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:

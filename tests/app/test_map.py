@@ -20,16 +20,16 @@ from torch.nn import functional as F
 
 import binade
 from binade import quant
-from binade.app.figure import Drawn
+from binade.app.draw.figure import Drawn
 from binade.app.measures.registry import MAP_MEASURES
 from binade.app.questions.map import question as map_question
 from binade.app.questions.map.panel import panel
 from binade.app.questions.map.question import MAP, map_of
-from binade.app.view import View
+from binade.app.view.view import View
 from binade.collector import Recorder, instrument
-from binade.data.catalog import STATISTICS, Catalog
-from binade.data.filter import Filter
-from binade.data.text import number_text
+from binade.data.index.catalog import STATISTICS, Catalog
+from binade.data.words.filter import Filter
+from binade.data.words.text import number_text
 from binade.quant.blocks import look
 from binade.quant.formats import FORMATS
 from binade.quant.normal import normal_sqnr
@@ -457,7 +457,7 @@ class TestNotScored:
         assert np.allclose(table.set_index(CELL)["value"].sort_index(), (own - other).sort_index())
 
     def test_too_many_values(self, catalog: Catalog, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr("binade.app.budget.SECONDS", 1e-6)
+        monkeypatch.setattr("binade.app.view.budget.SECONDS", 1e-6)
         found = drawn(catalog, MXFP4, format="mxint4")
         assert not found.items and "narrow the filter" in found.problems[0]
 

@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 from scipy import stats
 
-from binade.app.view import View
+from binade.app.view.view import View
 from binade.cli import main
 from binade.collector import jobs
 from binade.collector.cli.compare import cells, sections
 from binade.collector.recipes.files import to_toml
 from binade.collector.recipes.parse import parse_recipe
-from binade.data.catalog import Catalog
-from binade.data.comparison import RECIPE_FIELDS
-from binade.data.effects import recipe_sha256
-from binade.data.runs import DONE, RunWriter
+from binade.data.compare.comparison import RECIPE_FIELDS
+from binade.data.index.catalog import Catalog
+from binade.data.run.directory import DONE, RunWriter
+from binade.data.run.effects import recipe_sha256
 from tests.app import roots
 from tests.app.test_gap_bands import train
 from tests.collector.test_jobs import end_all

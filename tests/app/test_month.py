@@ -13,9 +13,9 @@ from scipy import stats
 
 from binade.app.questions.recipes.question import workloads_of
 from binade.app.questions.runs.table import COLUMNS, data_of
-from binade.app.view import View
-from binade.data.catalog import Catalog
-from binade.data.filter import Filter
+from binade.app.view.view import View
+from binade.data.index.catalog import Catalog
+from binade.data.words.filter import Filter
 from tests.bench.make_runs import ITERATIONS, LOST, PLACES, RECIPES, RUNS, SEEDS, make_runs
 
 pytestmark = pytest.mark.slow
@@ -99,7 +99,7 @@ def test_the_first_event_is_where_the_loss_is_lost(data: dict[str, Any], losses:
 
 
 def test_a_recipe_leaves_bf16_where_numpy_says_so(opened: Catalog, losses: Losses):
-    """The rule of data/gap_bands.py, written once more."""
+    """The rule of data/compare/gap_bands.py, written once more."""
     model = PLACES[0][0]
     drawn = View("runs", {"view": ["recipes"], "workload": [FIRST]}).draw(opened)
     table = drawn.tables["recipes"].set_index("label")

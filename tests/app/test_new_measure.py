@@ -14,10 +14,10 @@ from tests.data.builder import make_run
 pytestmark = pytest.mark.slow
 
 MEASURE = """
-from binade.app.figure import Text
+from binade.app.draw.figure import Text
 from binade.app.measures.cells import by_cell, places
 from binade.app.measures.map_measure import MapMeasure, if_any
-from binade.data.evidence import Measure
+from binade.data.compare.evidence import Measure
 
 
 def cells(query):
@@ -39,8 +39,8 @@ from binade import plots
 from binade.app.report import contents
 from binade.app.report.runs import definitions
 from binade.app.sessions import pins
-from binade.data.catalog import Catalog
-from binade.data.filter import Filter
+from binade.data.index.catalog import Catalog
+from binade.data.words.filter import Filter
 
 at = AppTest.from_string("from binade.app.main import navigate\\nnavigate('map')", default_timeout=120)
 at.query_params.update(metric="toy")

@@ -18,7 +18,7 @@ def count(opened, where):
     return opened.tensors(where).groupby("tensor_name", dropna=False).size().rename("tensors").reset_index()
 """
 CHARTS = """
-from binade.app import plot
+from binade.app.draw import plot
 
 
 def bars(table):
@@ -28,11 +28,11 @@ def bars(table):
     return plot.layers("Tensors by name", "of the filter", *bars)
 """
 QUESTION = """
-from binade.app.figure import Drawn, Figure, Table, source
+from binade.app.draw.figure import Drawn, Figure, Table, source
 from binade.app.questions.question import Question
 from binade.app.questions.FOLDER import charts, compute
 from binade.app.questions.shared.selection import Of
-from binade.data.evidence import say
+from binade.data.compare.evidence import say
 
 
 def draw(selection, values):
@@ -55,8 +55,8 @@ from binade.app.pages.registry import PAGES
 from binade.app.questions.registry import describe
 from binade.app.report import contents
 from binade.app.sessions import pins
-from binade.data.catalog import Catalog
-from binade.data.filter import Filter
+from binade.data.index.catalog import Catalog
+from binade.data.words.filter import Filter
 
 
 

@@ -11,9 +11,9 @@ import pandas as pd
 import pytest
 import vl_convert
 
-from binade.app.figure import Figure
-from binade.app.numbers import expression
-from binade.data.text import number_text
+from binade.app.draw.figure import Figure
+from binade.app.draw.numbers import expression
+from binade.data.words.text import number_text
 
 EDGES = [
     *(0.0, 1.0, -1.0, 0.5, 123456, -29800, 9994, 9995.1, 9996, 9999, 0.001, 0.000999, 0.0009994, 0.00099949, 1e-300),

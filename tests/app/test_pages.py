@@ -20,18 +20,18 @@ from streamlit.runtime.scriptrunner_utils.script_requests import RerunData
 from streamlit.testing.v1 import AppTest
 from streamlit.testing.v1.element_tree import ButtonGroup
 
-from binade.app import state, uploads
-from binade.app.address import RESOLVED
-from binade.app.formatting import plain
-from binade.app.params import texts_of
+from binade.app.draw.formatting import plain
+from binade.app.frame import state, uploads
+from binade.app.frame.address import RESOLVED
 from binade.app.questions.runs import page as runs_page
 from binade.app.questions.shared.labels import group_name
 from binade.app.sessions import open_session
+from binade.app.view.params import texts_of
 from binade.collector import Recorder
-from binade.data.catalog import Catalog, DamagedIndexError
-from binade.data.events import Event, EventKind, append_event
-from binade.data.filter import Filter
-from binade.data.runs import RunNotes, read_notes
+from binade.data.index.catalog import Catalog, DamagedIndexError
+from binade.data.run.directory import RunNotes, read_notes
+from binade.data.run.events import Event, EventKind, append_event
+from binade.data.words.filter import Filter
 from tests.app import roots
 from tests.app.conftest import close_pages
 
@@ -68,7 +68,7 @@ def components(at: AppTest, name: str) -> list[dict[str, Any]]:
 
 
 def chart_data(at: AppTest) -> list[dict[str, Any]]:
-    """What the charts of a page get, see app/chart.js."""
+    """What the charts of a page get, see app/draw/chart.js."""
     return components(at, "binade_chart")
 
 
@@ -540,7 +540,7 @@ class TestEveryPage:
     def test_runs_that_come_and_go_while_the_page_is_open(
         self, visit: Visit, collected: Path, tmp_path: Path, page: str, monkeypatch: pytest.MonkeyPatch
     ):
-        monkeypatch.setattr("binade.app.state.SYNC_SECONDS", 0.0)
+        monkeypatch.setattr("binade.app.frame.state.SYNC_SECONDS", 0.0)
         root = roots.copy(collected, tmp_path / "runs")
         (gone,) = [run for run in roots.runs_of(root) if "mxfp4" in run.name]
         at = visit(root, page, **({"quant_type": "mxfp4"} if page == "explore" else {}))
@@ -638,7 +638,7 @@ def test_times_are_in_utc(visit: Visit, collected: Path):
 def test_drawing_pages_exempts_nothing_more_from_garbage_collection(collected: Path, monkeypatch):
     """Streamlit runs main.py anew for every drawing. Garbage in cycles that `gc.freeze` exempts is never freed."""
     monkeypatch.setenv("TENSOR_SAVE_DIR", str(collected))
-    at = AppTest.from_file(Path(state.__file__).with_name("main.py"), default_timeout=120)
+    at = AppTest.from_file(Path(state.__file__).parents[1] / "main.py", default_timeout=120)
     try:
         rerun(at)
         frozen = gc.get_freeze_count()

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from binade import plots
-from binade.app.params import texts_of
 from binade.app.questions.pair import compute
-from binade.app.view import View
-from binade.data.catalog import Catalog
-from binade.data.filter import Filter
+from binade.app.view.params import texts_of
+from binade.app.view.view import View
+from binade.data.index.catalog import Catalog
+from binade.data.words.filter import Filter
 from tests.app.planted import normal
 from tests.data.builder import make_run
 

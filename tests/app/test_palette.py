@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from binade.app import palette
+from binade.app.frame import palette
 from binade.app.pages.registry import PAGES
 from binade.app.questions.registry import QUESTIONS
-from binade.app.view import View
-from binade.data.catalog import Catalog
-from binade.data.filter import Filter
+from binade.app.view.view import View
+from binade.data.index.catalog import Catalog
+from binade.data.words.filter import Filter
 
 HOME = View("map")
 

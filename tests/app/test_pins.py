@@ -16,14 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from streamlit.testing.v1 import AppTest
 
-from binade.app.figure import Drawn, Figure
+from binade.app.draw.figure import Drawn, Figure
 from binade.app.pages.registry import PAGES
 from binade.app.questions.registry import QUESTIONS
 from binade.app.questions.shared.selection import Of
 from binade.app.sessions import pins
 from binade.app.sessions.session import Pin
-from binade.data.catalog import Catalog
-from binade.data.filter import FIELDS
+from binade.data.index.catalog import Catalog
+from binade.data.words.filter import FIELDS
 from tests.app import roots
 from tests.app.test_pages import Visit, chart_data, first, rerun, words
 

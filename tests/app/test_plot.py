@@ -10,9 +10,9 @@ import numpy as np
 import pandas as pd
 import vl_convert
 
-from binade.app import plot
-from binade.app.figure import Figure
-from binade.app.style import MEASURES
+from binade.app.draw import plot
+from binade.app.draw.figure import Figure
+from binade.app.draw.style import MEASURES
 
 TABLE = pd.DataFrame({"place": ["a", "b"], "layer": [1, 2], "sqnr_db": [12.345, np.inf], "share": [0.25, 0.5]})
 PLACES = {"x": plot.x("layer", "layer"), "y": plot.y("share", "share")}

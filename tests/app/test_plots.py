@@ -18,10 +18,10 @@ from binade.app.questions.registry import QUESTIONS
 from binade.app.questions.shared.scope import scoped
 from binade.app.sessions import pins
 from binade.app.sessions.session import Pin
-from binade.app.view import View
-from binade.data.catalog import Catalog
-from binade.data.filter import Filter
-from binade.data.python import package_environment
+from binade.app.view.view import View
+from binade.data.exchange.python import package_environment
+from binade.data.index.catalog import Catalog
+from binade.data.words.filter import Filter
 from tests.conftest import PROJECT
 
 pytestmark = pytest.mark.slow

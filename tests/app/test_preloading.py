@@ -4,7 +4,7 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event, Thread
 
-from binade.app.preloading import Preloading
+from binade.app.frame.preloading import Preloading
 
 
 def test_sessions_begin_when_the_pages_are_imported():

@@ -13,8 +13,8 @@ from binade import plots
 from binade.app.sessions import pins
 from binade.app.sessions.session import Pin
 from binade.collector import Recorder, Watch, instrument
-from binade.data.catalog import Catalog
-from binade.data.events import Event, EventKind, append_event, read_events
+from binade.data.index.catalog import Catalog
+from binade.data.run.events import Event, EventKind, append_event, read_events
 from tests.collector.small_model import batch, build
 
 pytestmark = pytest.mark.slow

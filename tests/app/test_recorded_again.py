@@ -11,9 +11,9 @@ import torch
 from binade.app.questions.registry import QUESTIONS
 from binade.app.sessions import pins
 from binade.app.sessions.session import Pin
-from binade.app.view import View
-from binade.data.cache import ResultCache
-from binade.data.catalog import Catalog
+from binade.app.view.view import View
+from binade.data.index.cache import ResultCache
+from binade.data.index.catalog import Catalog
 from tests.app.test_live import answer
 from tests.data.builder import make_run
 

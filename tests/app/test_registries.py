@@ -8,21 +8,21 @@ from importlib import import_module
 import pytest
 from streamlit.material_icon_names import ALL_MATERIAL_ICONS
 
-from binade.app import style
+from binade.app.draw import style
 from binade.app.jobs import summary
 from binade.app.pages import registry
-from binade.app.params import TITLES
 from binade.app.questions import registry as questions
 from binade.app.questions.codes import charts, compute
 from binade.app.questions.question import Question
 from binade.app.questions.registry import QUESTIONS
 from binade.app.questions.runs import page as runs_page
 from binade.app.questions.shared.rounded import about_format
-from binade.app.view import View
+from binade.app.view.params import TITLES
+from binade.app.view.view import View
 from binade.collector.jobs.state import JobState
-from binade.data.catalog import Catalog
-from binade.data.filter import FIELDS
-from binade.data.runs import STATES
+from binade.data.index.catalog import Catalog
+from binade.data.run.directory import STATES
+from binade.data.words.filter import FIELDS
 from binade.quant.blocks import code_tiers
 from binade.quant.formats import FORMATS
 from binade.quant.specs import Spec

@@ -25,7 +25,9 @@ import psutil
 import pytest
 import torch
 
-from binade.app.figure import Figure
+from binade.app.draw.figure import Figure
+from binade.app.draw.style import MEASURES
+from binade.app.draw.theme import THEMES
 from binade.app.questions.explore.question import EXPLORE
 from binade.app.report import contents, overview, page, rendering, runs, writer
 from binade.app.report.rendering import RenderError, Renderers
@@ -36,12 +38,10 @@ from binade.app.sessions import session as sessions
 from binade.app.sessions import storage
 from binade.app.sessions.pins import refreshed
 from binade.app.sessions.session import Pin
-from binade.app.style import MEASURES
-from binade.app.theme import THEMES
-from binade.app.view import View
-from binade.data.catalog import Catalog
-from binade.data.filter import Filter
-from binade.data.runs import process_start
+from binade.app.view.view import View
+from binade.data.index.catalog import Catalog
+from binade.data.run.directory import process_start
+from binade.data.words.filter import Filter
 from tests.app import reports
 from tests.app.reports import HOSTILE, tensors
 from tests.conftest import PROJECT, MadeOnce, ended, start_binade, until

@@ -21,7 +21,7 @@ from streamlit.runtime.memory_uploaded_file_manager import MemoryUploadedFileMan
 from streamlit.runtime.scriptrunner.script_runner import ScriptRunner
 from streamlit.runtime.state.session_state import SessionState
 
-from binade.app import reruns
+from binade.app.frame import reruns
 
 pytestmark = pytest.mark.slow
 

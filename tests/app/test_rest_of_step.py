@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from binade.app.pages.registry import PAGES
-from binade.app.view import View
+from binade.app.view.view import View
 from binade.cli import main
 from binade.collector.jobs.estimate import volume_of
 from binade.collector.training.config import RunConfig
 from binade.collector.training.plan import plan
-from binade.data.catalog import Catalog
-from binade.data.filter import Filter
-from binade.data.tensor_kinds import Other, tensor_names
+from binade.data.index.catalog import Catalog
+from binade.data.run.tensor_kinds import Other, tensor_names
+from binade.data.words.filter import Filter
 from tests.app.test_pages import Visit
 
 pytestmark = pytest.mark.slow

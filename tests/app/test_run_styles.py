@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from binade.app import style
+from binade.app.draw import style
 from binade.app.questions.shared.runs import distinct_ends, every_run
-from binade.app.view import View
-from binade.data.catalog import Catalog
-from binade.data.runs import RunNotes, change_notes
+from binade.app.view.view import View
+from binade.data.index.catalog import Catalog
+from binade.data.run.directory import RunNotes, change_notes
 from tests.app import roots
 
 Look = tuple[str, tuple[int, ...] | None]

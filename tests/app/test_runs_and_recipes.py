@@ -9,13 +9,13 @@ import pytest
 import torch
 from scipy import stats
 
-from binade.app.figure import Table, Text
+from binade.app.draw.figure import Table, Text
 from binade.app.questions.runs.table import data_of
-from binade.app.view import View
-from binade.data.catalog import Catalog
-from binade.data.events import Event, EventKind, append_event
-from binade.data.experiment import EXPERIMENT
-from binade.data.runs import RunWriter, now
+from binade.app.view.view import View
+from binade.data.index.catalog import Catalog
+from binade.data.run.directory import RunWriter, now
+from binade.data.run.events import Event, EventKind, append_event
+from binade.data.run.experiment import EXPERIMENT
 from tests.app.test_pages import Visit, words
 from tests.data.builder import make_run
 

@@ -12,9 +12,9 @@ from streamlit.testing.v1 import AppTest
 
 from binade.app.questions.runs.table import data_of
 from binade.app.questions.shared.runs import matching
-from binade.data.catalog import Catalog
-from binade.data.filter import Filter
-from binade.data.held_out import HeldOut, append_held_out
+from binade.data.index.catalog import Catalog
+from binade.data.run.held_out import HeldOut, append_held_out
+from binade.data.words.filter import Filter
 from tests.data.builder import make_run
 
 NO_FILTER = Filter()

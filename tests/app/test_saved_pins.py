@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from binade.app.pages.registry import PAGES, PART
-from binade.app.params import AnyText
 from binade.app.questions.registry import QUESTIONS
 from binade.app.sessions import pins, session, storage
 from binade.app.sessions.session import Pin
-from binade.app.view import View
-from binade.data.cache import ResultCache
-from binade.data.catalog import Catalog
+from binade.app.view.params import AnyText
+from binade.app.view.view import View
+from binade.data.index.cache import ResultCache
+from binade.data.index.catalog import Catalog
 from tests.app.test_live import IDS, SETS, VIEWS, answer
 
 pytestmark = pytest.mark.slow

@@ -16,8 +16,8 @@ from binade.collector.recipes.files import EXAMPLE, PUBLISHED, label, to_toml
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import RecipeError
 from binade.collector.training.plan import plan
-from binade.data.access import ReadOnlyError
-from binade.data.runs import list_runs
+from binade.data.run.access import ReadOnlyError
+from binade.data.run.directory import list_runs
 
 OWN = """# of ours
 [linear]

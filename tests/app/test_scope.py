@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 from streamlit.testing.v1 import AppTest
 
-from binade.app.figure import Drawn
+from binade.app.draw.figure import Drawn
 from binade.app.pages.registry import PART
 from binade.app.questions.question import Question
 from binade.app.questions.registry import QUESTIONS
 from binade.app.questions.shared.runs import labels_of
 from binade.app.questions.shared.selection import Of
 from binade.app.report import contents
-from binade.app.view import View
-from binade.data.catalog import Catalog
-from binade.data.filter import Filter
-from binade.data.text import counted
+from binade.app.view.view import View
+from binade.data.index.catalog import Catalog
+from binade.data.words.filter import Filter
+from binade.data.words.text import counted
 from tests.app.planted import normal, operand, over_seeds, parts
 from tests.data.builder import make_run
 

@@ -13,12 +13,12 @@ from streamlit import config
 from streamlit.web import bootstrap, cli
 
 from binade.app.cli import _options, _settings
-from binade.app.first_scripts import STATIC, links
-from binade.app.one_address import OneAddress
-from binade.app.sharing import SharingError, address_of, sharing_of
+from binade.app.frame.first_scripts import STATIC, links
+from binade.app.frame.one_address import OneAddress
+from binade.app.frame.sharing import SharingError, address_of, sharing_of
 from binade.cli import main
 from binade.collector.cli.jobs import add_line
-from binade.data import access
+from binade.data.run import access
 from tests.browser.driver import free_port
 
 

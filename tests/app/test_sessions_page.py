@@ -14,10 +14,10 @@ from binade.app.sessions import pins, session, storage
 from binade.app.sessions.log import Add, Note
 from binade.app.sessions.pins import draw
 from binade.app.sessions.session import Pin, RunReference
-from binade.app.view import View
+from binade.app.view.view import View
 from binade.cli import main
-from binade.data.catalog import Catalog
-from binade.data.filter import Filter
+from binade.data.index.catalog import Catalog
+from binade.data.words.filter import Filter
 from tests.app import roots
 from tests.app.test_pages import Visit, chart_data, charts, chips, rerun, words
 

@@ -11,8 +11,8 @@ import pytest
 from vl_convert import vegalite_to_svg
 
 from binade.app.pages import sql_chart, sql_page
-from binade.data.catalog import Catalog
-from binade.data.filter import Filter
+from binade.data.index.catalog import Catalog
+from binade.data.words.filter import Filter
 from tests.app.test_pages import Visit, chart_data, charts, words
 
 HOSTILE = ("<b>bold</b>", "a.b[0]", 'it\'s "quoted"', "\\", "datum['x']")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from binade.app import state
-from binade.data import cache, index
-from binade.data.catalog import Catalog
+from binade.app.frame import state
+from binade.data.index import cache
+from binade.data.index import database as index
+from binade.data.index.catalog import Catalog
 from tests.conftest import until
 from tests.data.builder import assorted, make_run
 

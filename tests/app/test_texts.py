@@ -12,11 +12,11 @@ import pandas as pd
 import pytest
 import vl_convert
 
-from binade.app.figure import Drawn, Figure, Item, Offers, Table, Text
+from binade.app.draw.figure import Drawn, Figure, Item, Offers, Table, Text
+from binade.app.draw.show import displayed, with_texts
 from binade.app.questions.registry import QUESTIONS
-from binade.app.show import displayed, with_texts
-from binade.app.view import View
-from binade.data.catalog import Catalog
+from binade.app.view.view import View
+from binade.data.index.catalog import Catalog
 
 pytestmark = pytest.mark.slow
 WRONG = {

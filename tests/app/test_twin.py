@@ -12,13 +12,13 @@ import pytest
 import torch
 from scipy.stats import t
 
-from binade.app.figure import Drawn, Table
+from binade.app.draw.figure import Drawn, Table
 from binade.app.measures.twin_step import of_step
 from binade.app.questions.map.question import MAP
-from binade.data.catalog import Catalog
-from binade.data.filter import Filter
-from binade.data.runs import list_runs
-from binade.data.twin import GradientTwin, Twin, append_twin, read_twins
+from binade.data.index.catalog import Catalog
+from binade.data.run.directory import list_runs
+from binade.data.run.twin import GradientTwin, Twin, append_twin, read_twins
+from binade.data.words.filter import Filter
 from tests.app.planted import drawn
 from tests.data.builder import make_run
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from binade.app.uploads import LARGEST, MOST
+from binade.app.frame.uploads import LARGEST, MOST
 from tests.app.tab import Tab
 from tests.browser.driver import serving
 from tests.conftest import until

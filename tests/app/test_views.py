@@ -11,14 +11,14 @@ import pytest
 import torch
 from streamlit.testing.v1 import AppTest
 
-from binade.app.figure import Figure
-from binade.app.formatting import plain
+from binade.app.draw.figure import Figure
+from binade.app.draw.formatting import plain
 from binade.app.measures.registry import MAP_MEASURES
 from binade.app.pages.registry import PAGES
-from binade.app.view import View
+from binade.app.view.view import View
 from binade.collector import Recorder
-from binade.data.catalog import Catalog
-from binade.data.filter import Filter
+from binade.data.index.catalog import Catalog
+from binade.data.words.filter import Filter
 from tests.app import roots
 from tests.app.test_pages import Visit, address, charts, chips, first, rerun, words
 

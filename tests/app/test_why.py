@@ -13,13 +13,13 @@ import pandas as pd
 import pytest
 import torch
 
-from binade.app.figure import Drawn
-from binade.app.params import Interval, Range, read, texts_of
+from binade.app.draw.figure import Drawn
 from binade.app.questions.shared.axes import CHANNEL, TOKEN, Axes
 from binade.app.questions.shared.rounded import subject
 from binade.app.questions.shared.selection import SelectedTensor
 from binade.app.questions.why import question as why
-from binade.data.filter import Filter
+from binade.app.view.params import Interval, Range, read, texts_of
+from binade.data.words.filter import Filter
 from binade.quant import fake_quantize, score, summarize
 from binade.quant.backends import cpu, native
 from binade.quant.blocks import look

@@ -20,9 +20,9 @@ import torch
 
 from binade.app.measures.accumulation import MissingError, accumulated, compared, lines
 from binade.app.questions.shared.scope import scoped
-from binade.data.catalog import Catalog
-from binade.data.filter import Filter
-from binade.data.text import markdown_table
+from binade.data.index.catalog import Catalog
+from binade.data.words.filter import Filter
+from binade.data.words.text import markdown_table
 from binade.quant.accumulation import ACCUMULATORS
 from binade.quant.specs import Spec
 

@@ -20,7 +20,7 @@ import psutil
 import torch
 from websockets.asyncio.client import connect
 
-from binade.data.catalog import Catalog
+from binade.data.index.catalog import Catalog
 from tests.app.planted import operand
 from tests.bench.bench_users import LONGEST, User, highest, server
 from tests.data.builder import make_run

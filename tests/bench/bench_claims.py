@@ -41,7 +41,7 @@ import pandas as pd
 import torch
 from scipy.stats import binom
 
-from binade.app.figure import Drawn
+from binade.app.draw.figure import Drawn
 from binade.app.questions.map.question import MAP
 from binade.app.questions.recipes import question as recipes
 from binade.app.questions.shared.runs import every_run
@@ -50,13 +50,13 @@ from binade.collector.training import loop
 from binade.collector.training.config import RunConfig, defaults
 from binade.collector.training.launch import _environment
 from binade.collector.training.plan import plan as planned
-from binade.data import evidence
-from binade.data.catalog import Catalog
-from binade.data.evidence import GAP, LEVEL
-from binade.data.filter import Filter
-from binade.data.ladder import Ladder, Rung
-from binade.data.run_table import PARTS
-from binade.data.student import noncentrality
+from binade.data.compare import evidence
+from binade.data.compare.evidence import GAP, LEVEL
+from binade.data.compare.ladder import Ladder, Rung
+from binade.data.compare.student import noncentrality
+from binade.data.index.catalog import Catalog
+from binade.data.index.run_table import PARTS
+from binade.data.words.filter import Filter
 from tests.app.planted import EFFECTS, INVARIANCES, drawn, layers_alike, noisy, operand
 from tests.data.builder import make_run
 

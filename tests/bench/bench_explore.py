@@ -21,11 +21,11 @@ import torch
 from altair.utils.schemapi import disable_debug_mode
 
 from binade.app.questions.shared import distribution_charts, distributions, laws
-from binade.app.view import View
-from binade.data.catalog import Catalog
-from binade.data.filter import Filter
-from binade.data.store import save
-from binade.data.tensor_files import load
+from binade.app.view.view import View
+from binade.data.index.catalog import Catalog
+from binade.data.run.store import save
+from binade.data.run.tensor_files import load
+from binade.data.words.filter import Filter
 from tests.bench.bench_quantize import timed
 from tests.bench.make_root import make_root
 

@@ -90,7 +90,7 @@ class Steps:
         from binade.collector.capture.instrument import instrument
         from binade.collector.capture.recorder import Recorder
         from binade.collector.settings import DEFAULT_SCORES
-        from binade.data.tensor_kinds import Measure
+        from binade.data.run.tensor_kinds import Measure
 
         self.model, self.forward = LAYERS[layer](tokens, device)
         self.recorder: Recorder | None = None

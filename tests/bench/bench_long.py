@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from subprocess import DEVNULL, Popen
 
-from binade.data.catalog import Catalog
-from binade.data.runs import list_runs
+from binade.data.index.catalog import Catalog
+from binade.data.run.directory import list_runs
 from tests.conftest import start_python
 
 STEPS = 20  # of which one is watched

@@ -22,8 +22,8 @@ from binade.app.report import writer
 from binade.app.sessions import session, storage
 from binade.app.sessions.pins import refreshed
 from binade.app.sessions.session import Pin, View
-from binade.data.catalog import Catalog
-from binade.data.filter import Filter
+from binade.data.index.catalog import Catalog
+from binade.data.words.filter import Filter
 from tests.bench.bench_report import make_root
 
 # (page, its parameters, chart); of the pages but the tensor's, with a filter for the tensor's layer and name.

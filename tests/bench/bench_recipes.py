@@ -17,7 +17,7 @@ import time
 from datetime import datetime
 from pathlib import Path
 
-from binade.data.runs import list_runs, read_losses
+from binade.data.run.directory import list_runs, read_losses
 from tests.bench.bench_quantize import versions
 
 BATCH = ("batch", "--control-iter", "1")

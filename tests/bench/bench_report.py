@@ -34,11 +34,11 @@ from binade import quant
 from binade.app.sessions import session, storage
 from binade.app.sessions.pins import refreshed
 from binade.app.sessions.session import Pin, View
-from binade.data.catalog import Catalog
-from binade.data.columns import Identity, Score, TensorRow
-from binade.data.runs import DONE, RunWriter
-from binade.data.segment import write_segment
-from binade.data.store import save
+from binade.data.index.catalog import Catalog
+from binade.data.run.columns import Identity, Score, TensorRow
+from binade.data.run.directory import DONE, RunWriter
+from binade.data.run.segment import write_segment
+from binade.data.run.store import save
 from binade.quant.metrics import score
 
 PROJECT = Path(__file__).parents[2]

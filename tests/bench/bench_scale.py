@@ -29,8 +29,8 @@ from binade.app.measures.map_measure import ITERATION, CellQuery
 from binade.app.questions.map.compute import cells
 from binade.app.questions.shared.distributions import distributions
 from binade.app.questions.shared.scope import scoped
-from binade.data.catalog import Catalog
-from binade.data.filter import FIELDS, Filter
+from binade.data.index.catalog import Catalog
+from binade.data.words.filter import FIELDS, Filter
 from tests.bench.make_root import SEGMENT, make_root
 
 REPEATS = 5
@@ -79,7 +79,7 @@ def build(root: Path) -> tuple[float, float, float]:
     """Seconds, CPU seconds and peak RSS in MB of a process that indexes the root."""
     (root / "index.duckdb").unlink(missing_ok=True)
     start = time.perf_counter()
-    code = "import sys; from binade.data.catalog import Catalog; Catalog.open(sys.argv[1]).close()"
+    code = "import sys; from binade.data.index.catalog import Catalog; Catalog.open(sys.argv[1]).close()"
     process = subprocess.Popen([sys.executable, "-c", code, str(root)])
     _, status, used = os.wait4(process.pid, 0)
     if status:

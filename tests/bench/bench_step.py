@@ -37,7 +37,7 @@ from binade.collector.models.registry import MODELS
 from binade.collector.models.shape import Shape
 from binade.collector.probes.probe import Probes
 from binade.collector.settings import DEFAULT_SCORES
-from binade.data.tensor_kinds import LATER, Measure
+from binade.data.run.tensor_kinds import LATER, Measure
 from binade.quant.gemm import Observed
 from tests.bench.bench_quantize import versions
 

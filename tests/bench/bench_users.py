@@ -34,9 +34,9 @@ from streamlit.proto.ForwardMsg_pb2 import ForwardMsg
 from websockets.asyncio.client import ClientConnection, connect
 
 from binade.collector import Recorder
-from binade.data.catalog import Catalog
-from binade.data.runs import RunWriter
-from binade.data.segment import write_tables
+from binade.data.index.catalog import Catalog
+from binade.data.run.directory import RunWriter
+from binade.data.run.segment import write_tables
 from tests.bench.make_root import EVERY, SCORED, Prototypes, make_root, rows
 
 PAGES = ("map", "explore", "tensor", "runs", "notebook")

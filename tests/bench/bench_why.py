@@ -20,9 +20,9 @@ from torch import Tensor
 
 from binade.app.questions.shared.selection import SelectedTensor
 from binade.app.questions.why import question
-from binade.data.filter import Filter
-from binade.data.store import sha256
-from binade.data.tensor_files import load
+from binade.data.run.store import sha256
+from binade.data.run.tensor_files import load
+from binade.data.words.filter import Filter
 from binade.quant import fake_quantize
 from binade.quant.specs import Spec
 

@@ -19,10 +19,10 @@ import pyarrow as pa
 import torch
 
 from binade import quant
-from binade.data.columns import COUNTS, ERROR_COLUMNS, MOMENTS
-from binade.data.runs import DONE, RunWriter
-from binade.data.segment import TABLES, write_tables
-from binade.data.tensor_kinds import TENSOR_KINDS
+from binade.data.run.columns import COUNTS, ERROR_COLUMNS, MOMENTS
+from binade.data.run.directory import DONE, RunWriter
+from binade.data.run.segment import TABLES, write_tables
+from binade.data.run.tensor_kinds import TENSOR_KINDS
 from binade.quant.metrics import score
 
 MODEL = "llama31-8b"

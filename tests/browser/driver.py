@@ -19,7 +19,7 @@ from playwright.sync_api import Browser, BrowserContext, Page, Playwright, WebSo
 from streamlit.proto.BackMsg_pb2 import BackMsg
 from streamlit.proto.ForwardMsg_pb2 import ForwardMsg
 
-from binade.app.address import RESOLVED
+from binade.app.frame.address import RESOLVED
 from tests.browser.chromium import ARGUMENTS, install
 from tests.conftest import start_binade, until
 

@@ -13,10 +13,10 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from binade.app.questions.shared import distributions
-from binade.app.view import View
-from binade.data.catalog import Catalog
-from binade.data.filter import Filter
-from binade.data.runs import list_runs, read_steps
+from binade.app.view.view import View
+from binade.data.index.catalog import Catalog
+from binade.data.run.directory import list_runs, read_steps
+from binade.data.words.filter import Filter
 from tests.app import roots
 from tests.bench.make_root import make_root
 from tests.browser.driver import choose, chosen, new_page, serving, settle, turn_to

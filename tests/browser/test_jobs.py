@@ -15,7 +15,7 @@ from binade.collector import jobs
 from binade.collector.cli.options import parse
 from binade.collector.jobs import processes
 from binade.collector.recipes.parse import parse_recipe
-from binade.data.runs import read_steps
+from binade.data.run.directory import read_steps
 from tests.browser.driver import press, serving, settle
 from tests.collector.test_jobs import ENDLESS, end_all, launch
 from tests.conftest import until

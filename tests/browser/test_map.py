@@ -9,8 +9,8 @@ import pytest
 from playwright.sync_api import Locator, Page
 
 from binade import quant
-from binade.data.catalog import Catalog
-from binade.data.filter import Filter
+from binade.data.index.catalog import Catalog
+from binade.data.words.filter import Filter
 from tests.browser.driver import chosen, pick, press, settle, turn_to
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]

@@ -23,15 +23,15 @@ from binade.app.questions.shared.operands import along
 from binade.app.questions.shared.scope import scoped
 from binade.app.questions.shared.selection import worst as worst_of
 from binade.app.questions.what_if import compute as what_if_compute
-from binade.app.view import View
-from binade.data import loss_gaps
-from binade.data.catalog import Catalog
-from binade.data.fields import FIELDS
-from binade.data.filter import Filter
-from binade.data.gradients import gradient_errors
-from binade.data.run_table import runs_with_references
-from binade.data.runs import read_losses
-from binade.data.text import number_text
+from binade.app.view.view import View
+from binade.data.compare import loss_gaps
+from binade.data.compare.gradients import gradient_errors
+from binade.data.index.catalog import Catalog
+from binade.data.index.run_table import runs_with_references
+from binade.data.run.directory import read_losses
+from binade.data.words.fields import FIELDS
+from binade.data.words.filter import Filter
+from binade.data.words.text import number_text
 from binade.quant.normal import normal_sqnr
 from tests.browser.driver import new_page, press, serving, settle, turn_to
 from tests.browser.test_explore import number

@@ -15,7 +15,7 @@ from binade.app.sessions import session as sessions
 from binade.app.sessions import storage
 from binade.app.sessions.pins import draw, refreshed
 from binade.app.sessions.session import Pin
-from binade.data.catalog import Catalog
+from binade.data.index.catalog import Catalog
 from tests.app import roots
 from tests.app.reports import reported
 from tests.app.test_exports import letter_size

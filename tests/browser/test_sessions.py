@@ -11,9 +11,9 @@ from playwright.sync_api import Page
 
 from binade.app.sessions import session as sessions
 from binade.app.sessions import storage
-from binade.app.view import View
-from binade.data.catalog import Catalog
-from binade.data.runs import fingerprint
+from binade.app.view.view import View
+from binade.data.index.catalog import Catalog
+from binade.data.run.directory import fingerprint
 from tests.app import roots
 from tests.browser.driver import choose, press, serving, settle, turn_to
 from tests.browser.test_explore import marks

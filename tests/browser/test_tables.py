@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page
 
-from binade.app.show import WIDEST
+from binade.app.draw.show import WIDEST
 from tests.browser.driver import settle
 from tests.browser.shots import ADDRESSES, grow
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from binade.data.runs import RunInfo, list_runs
+from binade.data.run.directory import RunInfo, list_runs
 
 # One layer, 32 tokens, operands quantized by torch: a second or less.
 SMALL = ("--layers", "1", "--micro-batch-size", "1", "--sequence-length", "32", "--backend", "torch", "--scores", "")

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from binade.data.effects import Measured
-from binade.data.experiment import NONE, EffectGroup, TreatmentKey
+from binade.data.run.effects import Measured
+from binade.data.run.experiment import NONE, EffectGroup, TreatmentKey
 from binade.quant.specs import Spec
 
 

@@ -23,8 +23,8 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from binade.collector import Recorder, Watch, instrument
 from binade.collector.probes.provenance import stays
 from binade.collector.ranks import Ranks
-from binade.data.catalog import Catalog
-from binade.data.tensor_kinds import Measure
+from binade.data.index.catalog import Catalog
+from binade.data.run.tensor_kinds import Measure
 
 _setup_privateuseone_for_python_backend("npu")
 DEVICE, CPU = torch.device("npu", 0), torch.device("cpu")

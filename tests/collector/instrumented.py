@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from binade import collector, quant
-from binade.data.catalog import Catalog
+from binade.data.index.catalog import Catalog
 
 Recorder = partial(collector.Recorder, scores=())  # these tests look at values: scores would take a third of their time
 

@@ -18,10 +18,10 @@ from binade.collector.jobs import queue
 from binade.collector.models.site import Site
 from binade.collector.recipes.files import read_recipe, to_toml
 from binade.collector.recipes.parse import parse_recipe
-from binade.data.catalog import Catalog
-from binade.data.effects import measured_effects
-from binade.data.experiment import read_results
-from binade.data.filter import Filter
+from binade.data.index.catalog import Catalog
+from binade.data.run.effects import measured_effects
+from binade.data.run.experiment import read_results
+from binade.data.words.filter import Filter
 from binade.quant.specs import OPERAND_FIELDS
 from tests.collector.cli.test_cli import one_line
 from tests.collector.small_model import build, step

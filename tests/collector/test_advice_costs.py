@@ -14,8 +14,8 @@ from scipy import stats
 from binade.collector.advice.advice import ADVISED, Advice, AdviceRequest, Operands, advise, rounding_of
 from binade.collector.errors import AdviceError
 from binade.collector.models.site import Site
-from binade.data.effects import Measured
-from binade.data.experiment import ALL_PRODUCTS, EffectGroup
+from binade.data.run.effects import Measured
+from binade.data.run.experiment import ALL_PRODUCTS, EffectGroup
 from binade.quant.specs import OPERAND_FIELDS, Spec
 from tests.collector.effect_rows import effect, random_effects
 

@@ -14,12 +14,12 @@ from binade.collector.cli.jobs import add_line
 from binade.collector.cli.options import parse
 from binade.collector.errors import ConfigError
 from binade.collector.jobs.repeats import trained_with
-from binade.data.catalog import Catalog
-from binade.data.comparison import compare, with_one_seed
-from binade.data.difference import difference
-from binade.data.run_table import compared_with, losses_of, runs_with_references
-from binade.data.runs import RunInfo, list_runs, read_losses, read_run
-from binade.data.same_data import equal_weights
+from binade.data.compare.comparison import compare, with_one_seed
+from binade.data.compare.difference import difference
+from binade.data.compare.same_data import equal_weights
+from binade.data.index.catalog import Catalog
+from binade.data.index.run_table import compared_with, losses_of, runs_with_references
+from binade.data.run.directory import RunInfo, list_runs, read_losses, read_run
 from tests.collector.forked import run_forked
 
 pytestmark = pytest.mark.slow

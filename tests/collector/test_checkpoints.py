@@ -28,11 +28,11 @@ from binade.collector.imports.file_rows import FileJob, read_file
 from binade.collector.imports.files import File
 from binade.collector.imports.model_paths import Clues
 from binade.collector.imports.registry import interpret
-from binade.data.catalog import Catalog
-from binade.data.foreign import NAMELESS, load_foreign, opened
-from binade.data.notes import notes
-from binade.data.runs import list_runs
-from binade.data.store import TensorFileError
+from binade.data.exchange.foreign import NAMELESS, load_foreign, opened
+from binade.data.index.catalog import Catalog
+from binade.data.run.directory import list_runs
+from binade.data.run.notes import notes
+from binade.data.run.store import TensorFileError
 from tests.collector.logs_made import read_here, tensor
 
 Import = Callable[[Path], pd.DataFrame]

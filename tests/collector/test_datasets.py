@@ -17,9 +17,9 @@ from binade.collector.datasets.inputs import find_dataset
 from binade.collector.datasets.texts import open_texts
 from binade.collector.training.config import RunConfig
 from binade.collector.training.plan import plan
-from binade.data.catalog import Catalog
-from binade.data.filter import Filter
-from binade.data.runs import list_runs, read_losses
+from binade.data.index.catalog import Catalog
+from binade.data.run.directory import list_runs, read_losses
+from binade.data.words.filter import Filter
 from tests.collector.files import megatron, read_pair, train_tokenizer, write_jsonl, write_pair
 from tests.collector.forked import run_forked
 

@@ -50,8 +50,8 @@ from binade.collector.pretrained.directory import read_shape
 from binade.collector.training.config import RunConfig
 from binade.collector.training.loop import open_stream
 from binade.collector.training.plan import plan
-from binade.data.catalog import Catalog
-from binade.data.filter import Filter
+from binade.data.index.catalog import Catalog
+from binade.data.words.filter import Filter
 from tests.conftest import PROJECT
 
 pytestmark = pytest.mark.slow

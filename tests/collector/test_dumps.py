@@ -17,9 +17,9 @@ import torch
 from binade.collector.imports import importer, registry
 from binade.collector.imports.log import Importer, TensorLog
 from binade.collector.imports.registry import interpret
-from binade.data.catalog import Catalog
-from binade.data.notes import notes
-from binade.data.runs import list_runs
+from binade.data.index.catalog import Catalog
+from binade.data.run.directory import list_runs
+from binade.data.run.notes import notes
 from tests.collector.logs_made import read_here, tensor
 
 TE = "tensor_dumps/rank_3/iter_000002/"

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from binade.data.catalog import Catalog
-from binade.data.runs import RunInfo, list_runs
+from binade.data.index.catalog import Catalog
+from binade.data.run.directory import RunInfo, list_runs
 from tests.collector.forked import run_forked
 from tests.conftest import ended, start_binade, start_python, until
 
@@ -159,7 +159,7 @@ def test_a_cancelled_run_keeps_what_was_published(tmp_path, signum, times):
 
 WATCHER = """
 import json, sys, time
-from binade.data.catalog import Catalog
+from binade.data.index.catalog import Catalog
 seen, states = [], []
 with Catalog.open(sys.argv[1]) as catalog:
     print("ready", flush=True)

@@ -20,8 +20,8 @@ from binade.collector.pretrained.directory import read_shape
 from binade.collector.training.config import RunConfig
 from binade.collector.training.memory import PER_COPY, PER_WEIGHT, needed
 from binade.collector.training.plan import plan
-from binade.data.catalog import Catalog
-from binade.data.filter import Filter
+from binade.data.index.catalog import Catalog
+from binade.data.words.filter import Filter
 from tests.collector import toy_family
 from tests.collector.test_memory import check_activations
 from tests.conftest import run_python

@@ -23,11 +23,11 @@ from binade.collector.training.config import RunConfig
 from binade.collector.training.held_out import hold_out, open_batches
 from binade.collector.training.loop import open_stream
 from binade.collector.training.plan import Plan, plan
-from binade.data.difference import difference
-from binade.data.experiment import read_results
-from binade.data.held_out import read_held_out
-from binade.data.runs import RunInfo, list_runs
-from binade.data.verify import verify
+from binade.data.compare.difference import difference
+from binade.data.run.directory import RunInfo, list_runs
+from binade.data.run.experiment import read_results
+from binade.data.run.held_out import read_held_out
+from binade.data.run.verify import verify
 from tests.collector.forked import run_forked
 from tests.collector.test_resume import SMALL, run
 

@@ -27,13 +27,13 @@ from safetensors.torch import save_file
 from binade.cli import main
 from binade.collector.imports import importer, workers
 from binade.collector.imports.workers import Death, scatter
-from binade.data.cache import ResultCache
-from binade.data.catalog import Catalog
-from binade.data.notes import notes
-from binade.data.runs import DONE, RunInfo, list_runs
-from binade.data.segment import MANIFEST, manifest, table_files, write_tables
-from binade.data.store import TensorFileError
-from binade.data.verify import verify
+from binade.data.index.cache import ResultCache
+from binade.data.index.catalog import Catalog
+from binade.data.run.directory import DONE, RunInfo, list_runs
+from binade.data.run.notes import notes
+from binade.data.run.segment import MANIFEST, manifest, table_files, write_tables
+from binade.data.run.store import TensorFileError
+from binade.data.run.verify import verify
 from binade.quant import score, summarize
 from binade.quant.backends import cpu, moments, native
 from binade.quant.specs import Spec
@@ -624,7 +624,7 @@ def test_a_file_that_is_cut_while_it_is_read_kills_only_its_reader(tmp_path):
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path):
-    from binade.data.foreign import opened
+    from binade.data.exchange.foreign import opened
 
     path = write(tmp_path / "x.pt", tensor(0))
     with pytest.raises(TensorFileError, match="changed while it was read"), opened(path) as file:
@@ -742,7 +742,7 @@ def test_in_a_process_of_its_own(tmp_path, logs):
 
 
 def test_a_run_that_is_no_import_names_no_file_out_of_it(bring, tmp_path, logs):
-    from binade.data.catalog import CatalogError
+    from binade.data.index.catalog import CatalogError
 
     write(logs / "x.pt", tensor(0))
     assert bring() == 0

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from binade.collector.imports import importer
-from binade.data.catalog import Catalog
-from binade.data.columns import Identity
+from binade.data.index.catalog import Catalog
+from binade.data.run.columns import Identity
 from tests.collector.logs_made import read_here, tensor
 from tests.collector.statistics_made import ms_tensor
 

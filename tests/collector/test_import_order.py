@@ -13,8 +13,8 @@ from torch import Tensor
 
 from binade.collector.imports import importer, msprobe
 from binade.collector.imports.registry import interpret
-from binade.data.catalog import Catalog
-from binade.data.text import natural
+from binade.data.index.catalog import Catalog
+from binade.data.words.text import natural
 from tests.collector.logs_made import read_here, tensor
 from tests.collector.statistics_made import ms_tensor
 

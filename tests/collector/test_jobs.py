@@ -29,12 +29,12 @@ from binade.collector.jobs.estimate import estimate, volume_of
 from binade.collector.jobs.state import JobState
 from binade.collector.training.config import RunConfig
 from binade.collector.training.plan import plan
-from binade.data.access import ReadOnlyError
-from binade.data.catalog import Catalog
-from binade.data.continued import continued_run
-from binade.data.json_files import write_json
-from binade.data.runs import RUN_VARIABLE, RunState, RunWriter, list_runs, read_status, settle, write_queued
-from binade.data.store import HOST
+from binade.data.index.catalog import Catalog
+from binade.data.run.access import ReadOnlyError
+from binade.data.run.continued import continued_run
+from binade.data.run.directory import RUN_VARIABLE, RunState, RunWriter, list_runs, read_status, settle, write_queued
+from binade.data.run.json_files import write_json
+from binade.data.run.store import HOST
 from tests.collector.forked import run_forked
 from tests.collector.test_failures import check_rows
 from tests.conftest import PROJECT, run_collector, start_python, until

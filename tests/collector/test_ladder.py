@@ -15,8 +15,8 @@ from binade.collector.recipes.ingredients import INGREDIENTS
 from binade.collector.recipes.ladder import ladder, ladders, without
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import RecipeError
-from binade.data.ablation import judged
-from binade.data.ladder import Rung
+from binade.data.compare.ablation import judged
+from binade.data.compare.ladder import Rung
 
 OWN = """
 [linear]

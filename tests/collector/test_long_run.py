@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from binade.data.runs import DONE, list_runs, read_losses
+from binade.data.run.directory import DONE, list_runs, read_losses
 from tests.bench.bench_long import STEPS, measure
 
 pytestmark = pytest.mark.slow

@@ -26,10 +26,10 @@ from binade.collector.imports.readers.kind import Kind
 from binade.collector.imports.readers.lines import NoLosses
 from binade.collector.imports.readers.registry import READERS, looked_for
 from binade.collector.imports.readers.series import Columns, Series, Window, windows_of
-from binade.data.catalog import Catalog
-from binade.data.loss_gaps import loss_gaps
-from binade.data.run_table import losses_of, runs_with_references
-from binade.data.runs import list_runs, read_losses, read_notes
+from binade.data.compare.loss_gaps import loss_gaps
+from binade.data.index.catalog import Catalog
+from binade.data.index.run_table import losses_of, runs_with_references
+from binade.data.run.directory import list_runs, read_losses, read_notes
 from tests.collector.logs_made import tensor, write
 from tests.compared import compared
 

@@ -25,7 +25,7 @@ from binade.collector.imports.readers.lines import Lines
 from binade.collector.imports.readers.numbers import number_of, whole_of
 from binade.collector.imports.readers.registry import READERS, reader_of
 from binade.collector.imports.readers.series import NATS, UNKNOWN_UNIT, Columns, Notes, Repeats, Series
-from binade.data.runs import check_losses, list_runs, read_losses
+from binade.data.run.directory import check_losses, list_runs, read_losses
 
 STEPS = (1, 2, 3, 4, 5, 6)
 LOSS = {step: round(3 - 0.1 * step, 3) for step in STEPS}

@@ -33,9 +33,9 @@ from torch.utils.tensorboard import SummaryWriter
 from binade.cli import main
 from binade.collector import Recorder, instrument
 from binade.collector.imports.readers import table, text
-from binade.data.catalog import Catalog
-from binade.data.run_table import runs_with_references
-from binade.data.runs import CRASHED, DONE, RunInfo, check_losses, list_runs, read_losses, read_notes
+from binade.data.index.catalog import Catalog
+from binade.data.index.run_table import runs_with_references
+from binade.data.run.directory import CRASHED, DONE, RunInfo, check_losses, list_runs, read_losses, read_notes
 from tests.collector.forked import forked, kill_at
 from tests.collector.logs_made import tensor, write
 from tests.compared import compared, gaps_of, printed

@@ -14,10 +14,10 @@ from binade.collector.datasets.samples import open_samples
 from binade.collector.experiment.evaluator import Evaluator
 from binade.collector.models.model import GPTModel
 from binade.collector.models.registry import MODELS
-from binade.data.catalog import Catalog
-from binade.data.effects import measured_effects
-from binade.data.experiment import BatchResult, read_results
-from binade.data.runs import CANCELLED, DONE, list_runs
+from binade.data.index.catalog import Catalog
+from binade.data.run.directory import CANCELLED, DONE, list_runs
+from binade.data.run.effects import measured_effects
+from binade.data.run.experiment import BatchResult, read_results
 from tests.collector.cli.test_cli import one_line
 from tests.collector.conftest import SMALL
 

@@ -14,7 +14,7 @@ from binade.collector.models.model import GPTModel
 from binade.collector.training.config import RunConfig
 from binade.collector.training.memory import PER_COPY, PER_LOGIT, PER_WEIGHT, check_memory, needed
 from binade.collector.training.plan import Plan, plan
-from binade.data.tensor_kinds import Measure
+from binade.data.run.tensor_kinds import Measure
 
 
 def kept(planned: Plan) -> tuple[int, int]:

@@ -18,8 +18,8 @@ from binade.collector.imports import importer
 from binade.collector.imports.model_paths import Clues
 from binade.collector.imports.names import shortened
 from binade.collector.imports.registry import interpret
-from binade.data.catalog import Catalog
-from binade.data.columns import Identity
+from binade.data.index.catalog import Catalog
+from binade.data.run.columns import Identity
 from tests.collector.logs_made import read_here, tensor
 
 Import = Callable[..., pd.DataFrame]

@@ -64,10 +64,10 @@ from binade.collector.pretrained.transformers_model import TransformersShape
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import TEN_RECIPES, Recipe
 from binade.collector.training.loop import _backward
-from binade.data.catalog import Catalog
-from binade.data.columns import Identity
-from binade.data.filter import Filter
-from binade.data.tensor_kinds import Other, tensor_names
+from binade.data.index.catalog import Catalog
+from binade.data.run.columns import Identity
+from binade.data.run.tensor_kinds import Other, tensor_names
+from binade.data.words.filter import Filter
 from binade.quant.gemm import Observed
 
 pytestmark = pytest.mark.slow

@@ -25,7 +25,7 @@ from binade.collector.recipes.files import from_toml, label, to_toml
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.precision_file import read, write
 from binade.collector.recipes.recipe import GLOB, Communication, Part, Recipe, RecipeError, StateRounding
-from binade.data.catalog import Catalog
+from binade.data.index.catalog import Catalog
 from binade.quant.specs import OPERAND_FIELDS, Softmax, Spec
 from tests.collector.megatron_cpu import build, megatron_on_cpu
 from tests.collector.small_model import build as build_ours

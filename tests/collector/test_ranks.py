@@ -15,10 +15,10 @@ import pytest
 import torch
 from scipy.stats import kurtosis
 
-from binade.data.catalog import Catalog, CatalogError
-from binade.data.filter import Filter
-from binade.data.runs import RankStatus, list_runs, process_start, rank_statuses, read_losses
-from binade.data.tensor_kinds import Other, tensor_names
+from binade.data.index.catalog import Catalog, CatalogError
+from binade.data.run.directory import RankStatus, list_runs, process_start, rank_statuses, read_losses
+from binade.data.run.tensor_kinds import Other, tensor_names
+from binade.data.words.filter import Filter
 from tests.collector import ranks_worker
 from tests.collector.forked import forked, ranks_of, run_forked
 from tests.collector.ranks_worker import CASES, Case

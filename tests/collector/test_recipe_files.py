@@ -20,7 +20,7 @@ from binade.collector.recipes.ingredients import INGREDIENTS
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import Recipe, RecipeError
 from binade.collector.recipes.selection import SelectionError
-from binade.data.catalog import Catalog
+from binade.data.index.catalog import Catalog
 from binade.quant.quantizer import fake_quantize
 from binade.quant.specs import OPERAND_FIELDS, Spec, SpecError
 from tests.collector.small_model import build, step

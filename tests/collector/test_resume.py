@@ -13,9 +13,8 @@ import pytest
 
 from binade.collector.cli.jobs import add_line
 from binade.collector.errors import ConfigError
-from binade.data.difference import difference
-from binade.data.json_files import write_json
-from binade.data.runs import (
+from binade.data.compare.difference import difference
+from binade.data.run.directory import (
     CHECKPOINTS,
     CRASHED,
     DONE,
@@ -26,8 +25,9 @@ from binade.data.runs import (
     read_run,
     write_run_file,
 )
-from binade.data.twin import read_twins
-from binade.data.verify import verify
+from binade.data.run.json_files import write_json
+from binade.data.run.twin import read_twins
+from binade.data.run.verify import verify
 from tests.collector.forked import run_forked
 
 pytestmark = pytest.mark.slow
@@ -38,11 +38,11 @@ SMALL = (
 )  # fmt: skip
 # Where a process kills itself: a function, and in which call of it.
 KILLS = {
-    "after a checkpoint": ("binade.data.runs.RunWriter.append_loss", 4),
+    "after a checkpoint": ("binade.data.run.directory.RunWriter.append_loss", 4),
     "before a segment": ("binade.collector.capture.writing.write_segment", 3),
     "in a checkpoint": ("binade.collector.training.resume.write_json", 1),
     "while it is resumed": ("binade.collector.training.resume._cut", 1),
-    "before its first checkpoint": ("binade.data.runs.RunWriter.append_loss", 1),
+    "before its first checkpoint": ("binade.data.run.directory.RunWriter.append_loss", 1),
 }
 
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from binade.collector.imports.rollouts import read_rollouts
-from binade.data.parity import Policies
-from binade.data.parity_results import read_parity
-from binade.data.runs import list_runs
+from binade.data.compare.parity import Policies
+from binade.data.run.directory import list_runs
+from binade.data.run.parity_results import read_parity
 from tests.collector.cli.test_cli import one_line
 
 ROLLOUT = [[0.0, -0.5, -1.5, -0.25], [0.0, -2.0, -1.0, -0.125], [0.0, -3.0, -0.75, -0.5]]

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from binade.collector.capture.instrument import instrument
 from binade.collector.capture.recorder import Recorder
-from binade.data.catalog import Catalog
-from binade.data.comparison import compare
-from binade.data.difference import difference
-from binade.data.rounding_alone import FACT, RoundingAlone, rounding_alone, rounding_alone_of
-from binade.data.run_table import losses_of, runs_with_references
-from binade.data.runs import RunInfo, read_run, read_steps
+from binade.data.compare.comparison import compare
+from binade.data.compare.difference import difference
+from binade.data.index.catalog import Catalog
+from binade.data.index.run_table import losses_of, runs_with_references
+from binade.data.run.directory import RunInfo, read_run, read_steps
+from binade.data.run.rounding_alone import FACT, RoundingAlone, rounding_alone, rounding_alone_of
 from binade.quant.quantizer import fake_quantize
 
 pytestmark = pytest.mark.slow

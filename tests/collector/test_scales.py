@@ -17,8 +17,8 @@ from binade.collector.advice.scales import OPERAND, Sweep, best_blocks, best_mar
 from binade.collector.errors import AdviceError, ConfigError
 from binade.collector.models.site import Site
 from binade.collector.recipes.files import read_recipe, to_toml
-from binade.data.catalog import Catalog
-from binade.data.filter import Filter
+from binade.data.index.catalog import Catalog
+from binade.data.words.filter import Filter
 from binade.quant.formats import FORMATS
 from tests.collector.cli.test_cli import one_line
 from tests.collector.small_model import build, step

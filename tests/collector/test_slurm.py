@@ -20,7 +20,7 @@ from binade.collector.jobs import directory, queue, runner, slurm, view_of
 from binade.collector.training.config import RunConfig
 from binade.collector.training.slurm_options import SlurmOptions
 from binade.collector.training.targets import CONFIG
-from binade.data.json_files import read_json, write_json
+from binade.data.run.json_files import read_json, write_json
 from tests.conftest import PROJECT
 
 pytestmark = pytest.mark.slow

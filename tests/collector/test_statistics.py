@@ -16,10 +16,10 @@ import torch
 from binade.cli import main
 from binade.collector.imports import importer, transformer_engine, workers
 from binade.collector.imports.log import TensorLog, logged
-from binade.data.catalog import Catalog
-from binade.data.columns import COUNTS, ERROR_COLUMNS, MOMENTS
-from binade.data.notes import notes
-from binade.data.runs import CRASHED, list_runs
+from binade.data.index.catalog import Catalog
+from binade.data.run.columns import COUNTS, ERROR_COLUMNS, MOMENTS
+from binade.data.run.directory import CRASHED, list_runs
+from binade.data.run.notes import notes
 from tests.collector.forked import forked, kill_at
 from tests.collector.logs_made import read_here, tensor, write
 from tests.collector.statistics_made import LAYERS, ms_calls, ms_tensor, ms_tensors, te_line, write_msprobe, write_te

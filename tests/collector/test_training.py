@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from binade.cli import main
-from binade.data.catalog import Catalog
-from binade.data.filter import Filter
-from binade.data.runs import RunInfo, list_runs, read_losses
+from binade.data.index.catalog import Catalog
+from binade.data.run.directory import RunInfo, list_runs, read_losses
+from binade.data.words.filter import Filter
 from tests.collector.forked import forked
 from tests.conftest import RECIPES, MadeOnce, run_collector
 

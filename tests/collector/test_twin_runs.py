@@ -8,10 +8,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from binade.data.catalog import Catalog
-from binade.data.filter import Filter
-from binade.data.runs import RunInfo, read_losses
-from binade.data.twin import read_twins
+from binade.data.index.catalog import Catalog
+from binade.data.run.directory import RunInfo, read_losses
+from binade.data.run.twin import read_twins
+from binade.data.words.filter import Filter
 
 pytestmark = pytest.mark.slow
 DELAYED, STOCHASTIC = "te_delayed", "nvidia_nvfp4(without=keep)"

@@ -14,14 +14,14 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from binade.data.columns import Identity, Score, TensorRow
-from binade.data.runs import DONE, RunWriter
-from binade.data.segment import MANIFEST, table_files, write_segment
-from binade.data.store import save, sha256
+from binade.data.run.columns import Identity, Score, TensorRow
+from binade.data.run.directory import DONE, RunWriter
+from binade.data.run.segment import MANIFEST, table_files, write_segment
+from binade.data.run.store import save, sha256
 from binade.quant.metrics import score
 from binade.quant.summary import summarize
 
-# What makes two runs without hashes start alike: see data.same_data.
+# What makes two runs without hashes start alike: see data.compare.same_data.
 START = {
     **{"parameters": 1, "tokenizer": None, "seed": None, "learning_rate": 1e-3},
     **{"warmup_iterations": 0, "micro_batches": 1, "micro_batch_size": 2, "sequence_length": 256, "versions": {}},

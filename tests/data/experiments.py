@@ -9,8 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from binade.data.continued import continued_run
-from binade.data.experiment import (
+from binade.data.compare.parity import Policies
+from binade.data.compare.routing import Routing
+from binade.data.run.continued import continued_run
+from binade.data.run.directory import DONE
+from binade.data.run.experiment import (
     EXPERIMENT,
     NONE,
     SAME,
@@ -21,10 +24,7 @@ from binade.data.experiment import (
     TreatmentKey,
     read_results,
 )
-from binade.data.parity import Policies
-from binade.data.parity_results import TRAINER, Parity
-from binade.data.routing import Routing
-from binade.data.runs import DONE
+from binade.data.run.parity_results import TRAINER, Parity
 
 TOKENS = 50  # of a sequence of which only the mean is given
 

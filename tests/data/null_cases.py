@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from scipy.signal import lfilter
 
-from binade.data import evidence
-from binade.data.fields import Field
-from binade.data.gap_bands import PlainRun, band_of
-from binade.data.held_out import HeldOut, differences, held_out_gap, held_out_sentence
+from binade.data.compare import evidence
+from binade.data.compare.gap_bands import PlainRun, band_of
+from binade.data.run.held_out import HeldOut, differences, held_out_gap, held_out_sentence
+from binade.data.words.fields import Field
 
 Random = np.random.Generator
 DB = Field("sqnr_db", "SQNR", "dB", format=".1f")

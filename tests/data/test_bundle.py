@@ -27,13 +27,21 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
-from binade.data import bundle
-from binade.data.bundle import BundleError
-from binade.data.catalog import Catalog, CatalogError
-from binade.data.events import Event, EventKind, append_event, read_events
-from binade.data.filter import Filter
-from binade.data.runs import RUNNING, RunNotes, change_notes, fingerprint, process_start, read_notes, sound_losses
-from binade.data.segment import MANIFEST, OPTIONAL
+from binade.data.exchange import bundle
+from binade.data.exchange.bundle import BundleError
+from binade.data.index.catalog import Catalog, CatalogError
+from binade.data.run.directory import (
+    RUNNING,
+    RunNotes,
+    change_notes,
+    fingerprint,
+    process_start,
+    read_notes,
+    sound_losses,
+)
+from binade.data.run.events import Event, EventKind, append_event, read_events
+from binade.data.run.segment import MANIFEST, OPTIONAL
+from binade.data.words.filter import Filter
 from tests.data.builder import assorted, make_run, reseal, with_column
 
 pytestmark = pytest.mark.slow

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 import torch
 
-from binade.data.cache import AbandonedError, ResultCache, size_of
+from binade.data.index.cache import AbandonedError, ResultCache, size_of
 
 
 def array(nbytes: int) -> np.ndarray:

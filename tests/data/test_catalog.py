@@ -27,15 +27,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from binade.data import intake, segment, sketches
-from binade.data.cache import ResultCache
-from binade.data.catalog import GROUPABLE, Catalog, CatalogError, DamagedIndexError
-from binade.data.columns import ERROR_COLUMNS
-from binade.data.filter import Filter
-from binade.data.open_index import OutdatedError
-from binade.data.runs import RUNNING, RunError, read_run
-from binade.data.segment import TABLES
-from binade.data.store import TensorFileError
+from binade.data.index import intake, sketches
+from binade.data.index.cache import ResultCache
+from binade.data.index.catalog import GROUPABLE, Catalog, CatalogError, DamagedIndexError
+from binade.data.index.opened import OutdatedError
+from binade.data.run import segment
+from binade.data.run.columns import ERROR_COLUMNS
+from binade.data.run.directory import RUNNING, RunError, read_run
+from binade.data.run.segment import TABLES
+from binade.data.run.store import TensorFileError
+from binade.data.words.filter import Filter
 from tests.bench import make_root as bench
 from tests.bench.make_root import make_root
 from tests.conftest import PROJECT, until
@@ -633,7 +634,7 @@ class TestIndexFile:
     @pytest.mark.thorough
     def test_a_second_process_answers_the_same_from_memory(self, root):
         code = (
-            "import sys; from binade.data.catalog import Catalog\n"
+            "import sys; from binade.data.index.catalog import Catalog\n"
             "with Catalog.open(sys.argv[1]) as c:\n"
             "    rows = c.tensors().to_csv(), c.distribution().to_csv()\n"
             "    answers = c.in_memory, c.totals(), *rows, c.sync(), c.refused\n"

@@ -9,9 +9,9 @@ import duckdb
 import pyarrow.parquet as pq
 import pytest
 
-from binade.data.columns import TensorRow, columns_of
-from binade.data.index_tables import INDEX_TABLES
-from binade.data.segment import TABLES
+from binade.data.index.tables import INDEX_TABLES
+from binade.data.run.columns import TensorRow, columns_of
+from binade.data.run.segment import TABLES
 from tests.conftest import run_python
 from tests.data.builder import assorted, make_run
 from tests.test_packaging import copy_project
@@ -25,7 +25,7 @@ RUN = (
 )
 QUERY = """
 import sys
-from binade.data.catalog import Catalog
+from binade.data.index.catalog import Catalog
 
 with Catalog.open(sys.argv[1]) as catalog:
     assert not catalog.refused
@@ -60,7 +60,7 @@ def test_a_new_column_is_a_line_and_the_place_that_computes_it(tmp_path: Path) -
     """It is recorded, indexed and documented; in the rows of runs that were recorded before, it is null."""
     copy = copy_project(tmp_path / "copy")
     for path, before, line in (
-        ("data/columns.py", "    recomputed: bool | None = column(", DECLARED),
+        ("data/run/columns.py", "    recomputed: bool | None = column(", DECLARED),
         ("collector/capture/measure.py", "                recomputed=recomputed,\n", COMPUTED),
     ):
         source = (copy / path).read_text()

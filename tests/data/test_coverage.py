@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from itertools import product
 
-from binade.data.coverage import CoveredOperand, differing
-from binade.data.text import spans
+from binade.data.compare.coverage import CoveredOperand, differing
+from binade.data.words.text import spans
 
 
 def test_the_groups_are_few_and_exact():

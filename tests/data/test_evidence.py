@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from binade.data import evidence
-from binade.data.evidence import GAP, Measure, Sentence, say
-from binade.data.student import noncentrality
-from binade.data.trends import taus_of
+from binade.data.compare import evidence
+from binade.data.compare.evidence import GAP, Measure, Sentence, say
+from binade.data.compare.student import noncentrality
+from binade.data.compare.trends import taus_of
 
 DB = Measure("sqnr_db", "SQNR", "dB", low_is_bad=True, format=".1f", resolution=0.1)
 SHARE = Measure("flush_to_zero", "Flushed", "%")

@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 
 from binade.cli import main
-from binade.data import experiment
-from binade.data.catalog import Catalog
-from binade.data.experiment import (
+from binade.data.index.catalog import Catalog
+from binade.data.run import experiment
+from binade.data.run.directory import DONE, RunError, RunWriter, append_line, read_run
+from binade.data.run.experiment import (
     EXPERIMENT,
     NONE,
     BatchResult,
@@ -31,8 +32,7 @@ from binade.data.experiment import (
     read_results,
     read_routes,
 )
-from binade.data.runs import DONE, RunError, RunWriter, append_line, read_run
-from binade.data.verify import verify
+from binade.data.run.verify import verify
 
 KEY = TreatmentKey("mxfp4", "0" * 64, EffectGroup("linear", 3, "fc1"), "weight", False, base=NONE)
 SEQUENCES = 3

@@ -19,12 +19,12 @@ from torch import nn
 
 import binade
 from binade.collector.cli import export_command
-from binade.data import export
-from binade.data.catalog import Catalog
-from binade.data.columns import Origin
-from binade.data.export import Choice, Histogram, Sink
-from binade.data.filter import Filter
-from binade.data.runs import DONE, read_run
+from binade.data.exchange import export
+from binade.data.exchange.export import Choice, Histogram, Sink
+from binade.data.index.catalog import Catalog
+from binade.data.run.columns import Origin
+from binade.data.run.directory import DONE, read_run
+from binade.data.words.filter import Filter
 from tests.data.builder import assorted, make_run, row
 
 pytestmark = pytest.mark.slow

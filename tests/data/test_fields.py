@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from binade.data.fields import ERRORS, FIELDS, IDENTITIES, MEASURES
-from binade.data.filter import FIELDS as FILTERED
-from binade.data.segment import TABLES, TENSOR_SCHEMA
-from binade.data.text import number_text
+from binade.data.run.segment import TABLES, TENSOR_SCHEMA
+from binade.data.words.fields import ERRORS, FIELDS, IDENTITIES, MEASURES
+from binade.data.words.filter import FIELDS as FILTERED
+from binade.data.words.text import number_text
 from binade.quant.definitions import METRICS
 from tests.numbers import read
 

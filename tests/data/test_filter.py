@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from binade.data.catalog import Catalog
-from binade.data.filter import FIELDS, INTEGER_FIELDS, Filter, FilterError
+from binade.data.index.catalog import Catalog
+from binade.data.words.filter import FIELDS, INTEGER_FIELDS, Filter, FilterError
 from tests.data.builder import assorted, make_run
 
 HOSTILE = [

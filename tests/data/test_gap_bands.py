@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from binade.data.gap_bands import LASTING, Band, PlainRun, band_of
+from binade.data.compare.gap_bands import LASTING, Band, PlainRun, band_of
 from tests.data.null_cases import leaves, share
 
 ITERATIONS = range(8)

@@ -10,7 +10,8 @@ import pandas as pd
 import pytest
 from scipy.stats import linregress, ttest_1samp, ttest_rel
 
-from binade.data.held_out import (
+from binade.data.run.directory import RunError
+from binade.data.run.held_out import (
     HeldOut,
     append_held_out,
     check_held_out,
@@ -19,7 +20,6 @@ from binade.data.held_out import (
     pairs_of,
     read_held_out,
 )
-from binade.data.runs import RunError
 
 TOKENS = {0: 1000, 10: 3000, 20: 5000, 40: 9000}
 

@@ -13,14 +13,11 @@ import pytest
 from binade.app.sessions import storage
 from binade.app.sessions.log import Rename
 from binade.app.sessions.session import SessionError, new, to_json
-from binade.app.view import View
-from binade.data import bundle
-from binade.data.bundle import BundleError
-from binade.data.catalog import Catalog
-from binade.data.events import Event, EventKind, append_event, check_events, read_events
-from binade.data.experiment import read_results
-from binade.data.held_out import read_held_out
-from binade.data.runs import (
+from binade.app.view.view import View
+from binade.data.exchange import bundle
+from binade.data.exchange.bundle import BundleError
+from binade.data.index.catalog import Catalog
+from binade.data.run.directory import (
     RunError,
     RunNotes,
     append_line,
@@ -33,8 +30,11 @@ from binade.data.runs import (
     read_notes,
     read_run,
 )
-from binade.data.twin import read_twins
-from binade.data.verify import verify
+from binade.data.run.events import Event, EventKind, append_event, check_events, read_events
+from binade.data.run.experiment import read_results
+from binade.data.run.held_out import read_held_out
+from binade.data.run.twin import read_twins
+from binade.data.run.verify import verify
 from tests.data.builder import assorted, make_run
 
 EVENT = Event(EventKind.TRIGGER, 3, "seen", "2026-01-02T03:04:05+00:00")

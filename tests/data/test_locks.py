@@ -14,8 +14,8 @@ import psutil
 import pytest
 import torch
 
-from binade.data import store
-from binade.data.store import file_system
+from binade.data.run import store
+from binade.data.run.store import file_system
 from tests.conftest import PROJECT
 
 pytestmark = pytest.mark.slow
@@ -47,8 +47,8 @@ from pathlib import Path
 from tests.data.test_locks import refuse_flock
 from tests.data.builder import assorted, make_run
 from binade.cli import main
-from binade.data.catalog import Catalog
-from binade.data.store import locked
+from binade.data.index.catalog import Catalog
+from binade.data.run.store import locked
 
 root = Path(sys.argv[1])
 for name in ("EOPNOTSUPP", "ENOSYS", "ENOLCK"):

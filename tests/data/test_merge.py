@@ -16,14 +16,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from binade.data import intake, merge
-from binade.data.catalog import Catalog
-from binade.data.difference import difference
-from binade.data.intake import Intake
-from binade.data.merge import merge_segments
-from binade.data.runs import fingerprint, read_run, run_directories
-from binade.data.segment import FORMER, MANIFEST, OPTIONAL, TABLES, Replaced, SegmentError, manifest, read_manifest
-from binade.data.verify import verify
+from binade.data.compare.difference import difference
+from binade.data.index import intake
+from binade.data.index.catalog import Catalog
+from binade.data.index.intake import Intake
+from binade.data.run import merge
+from binade.data.run.directory import fingerprint, read_run, run_directories
+from binade.data.run.merge import merge_segments
+from binade.data.run.segment import FORMER, MANIFEST, OPTIONAL, TABLES, Replaced, SegmentError, manifest, read_manifest
+from binade.data.run.verify import verify
 from tests.conftest import PROJECT
 from tests.data.builder import assorted, make_run
 
@@ -35,8 +36,8 @@ KILLED = """
 import os, signal, sys
 from collections.abc import Callable
 from pathlib import Path
-from binade.data import merge
-from binade.data.runs import read_run, run_directories
+from binade.data.run import merge
+from binade.data.run.directory import read_run, run_directories
 left = 0
 def hook(event, args):
     global left

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from binade.data.filter import Filter
-from binade.data.names import distinct_names, name_of, short_names
-from binade.data.tensor_kinds import TENSOR_KINDS
+from binade.data.run.tensor_kinds import TENSOR_KINDS
+from binade.data.words.filter import Filter
+from binade.data.words.names import distinct_names, name_of, short_names
 
 ROW = {
     "tensor_id": "r/r00-000001", "run_id": "r", "layer_index": 1, "module": "fc1", "tensor_name": "input",

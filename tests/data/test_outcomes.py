@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from binade.data.catalog import Catalog
-from binade.data.comparison import Comparison, compare
-from binade.data.outcomes import Outcome, outcome_of
-from binade.data.run_table import losses_of, runs_with_references
+from binade.data.compare.comparison import Comparison, compare
+from binade.data.compare.outcomes import Outcome, outcome_of
+from binade.data.index.catalog import Catalog
+from binade.data.index.run_table import losses_of, runs_with_references
 from tests.compared import printed
 from tests.data.builder import make_run
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy import special, stats
 
-from binade.data.parity import Policies, joined, quantities
+from binade.data.compare.parity import Policies, joined, quantities
 
 SHAPE = (5, 40)
 
@@ -31,7 +31,8 @@ def by_name(pair: Policies) -> dict:
 
 
 def token_values(rollout: torch.Tensor, training: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Of each token, in torch. The comments name what computes the same, at the commits that data/parity.py names."""
+    """Of each token, in torch. The comments name what computes the same, at the commits that data/compare/parity.py
+    names."""
     d = training - rollout
     safe = d.clamp(-20, 20)  # verl SAFETY_BOUND
     middle = torch.log((training.exp() + rollout.exp()) / 2)

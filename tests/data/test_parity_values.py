@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from binade.data.parity import MEASURES, Policies, quantities
-from binade.data.parity_values import FigureOrigin, ValueKind, describe, parsed, published_values
+from binade.data.compare.parity import MEASURES, Policies, quantities
+from binade.data.compare.parity_values import FigureOrigin, ValueKind, describe, parsed, published_values
 
 ENTRY = """
 [[value]]

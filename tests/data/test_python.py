@@ -12,7 +12,7 @@ from tests.conftest import PROJECT
 
 PROBE = """
 import json, subprocess, sys
-from binade.data.python import package_environment, package_path
+from binade.data.exchange.python import package_environment, package_path
 where = "import binade; print(binade.__file__)"
 child = subprocess.run([sys.executable, "-P", "-c", where], env=package_environment(), capture_output=True, text=True)
 print(json.dumps([str(package_path()), child.stdout.strip()]))

@@ -7,8 +7,8 @@ import pandas as pd
 import pytest
 
 from binade.collector.settings import DEFAULT_SCORES
-from binade.data.catalog import STATISTICS, Catalog, CatalogError
-from binade.data.filter import Filter
+from binade.data.index.catalog import STATISTICS, Catalog, CatalogError
+from binade.data.words.filter import Filter
 from binade.quant.metrics import compare
 
 PLACE = ("layer_index", "module", "operation", "tensor_name")

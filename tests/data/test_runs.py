@@ -17,8 +17,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from binade.data.catalog import Catalog
-from binade.data.runs import (
+from binade.data.index.catalog import Catalog
+from binade.data.run.directory import (
     CRASHED,
     DONE,
     FAILED,
@@ -34,7 +34,7 @@ from binade.data.runs import (
     settle,
     sound_losses,
 )
-from binade.data.segment import TABLES, segment_names, write_segment
+from binade.data.run.segment import TABLES, segment_names, write_segment
 from binade.quant.summary import summarize
 from tests.collector.forked import forked, kill_at
 from tests.data.builder import CONFIG, assorted, make_run, reseal, row, with_column

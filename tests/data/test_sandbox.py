@@ -16,10 +16,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from binade.data.catalog import PUBLIC_TABLES, Catalog
-from binade.data.filter import Filter
-from binade.data.runs import process_start
-from binade.data.sandbox import QueryError, Sandbox
+from binade.data.index.catalog import PUBLIC_TABLES, Catalog
+from binade.data.index.sandbox import QueryError, Sandbox
+from binade.data.run.directory import process_start
+from binade.data.words.filter import Filter
 from tests.conftest import until
 
 pytestmark = pytest.mark.slow
@@ -233,8 +233,8 @@ def test_the_process_of_a_statement_ends_with_the_app(catalog, tmp_path):
     app = """
 import sys
 from pathlib import Path
-from binade.data.catalog import Catalog
-from binade.data.sandbox import Sandbox
+from binade.data.index.catalog import Catalog
+from binade.data.index.sandbox import Sandbox
 with Catalog.open(Path(sys.argv[1])) as catalog:
     box = Sandbox(catalog)
     print(flush=True)

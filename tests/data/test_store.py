@@ -19,8 +19,8 @@ import pandas as pd
 import pytest
 import torch
 
-from binade.data.foreign import load_foreign
-from binade.data.store import (
+from binade.data.exchange.foreign import load_foreign
+from binade.data.run.store import (
     HOST,
     TensorFileError,
     check_regular,
@@ -36,8 +36,8 @@ from binade.data.store import (
     temporary_file,
     write_atomic,
 )
-from binade.data.tensor_files import load
-from binade.data.text import csv_cell, csv_table, describe, one_line
+from binade.data.run.tensor_files import load
+from binade.data.words.text import csv_cell, csv_table, describe, one_line
 from tests.conftest import PROJECT, run_python
 
 pytestmark = pytest.mark.slow
@@ -69,7 +69,7 @@ def saved(content: object) -> bytes:
 def test_what_killed_processes_left_aside_is_deleted(tmp_path):
     for write in ("staged_file", "staging_directory", "staged_directory"):
         line = f"writing = {write}(Path({str(tmp_path / 'draw')!r})); writing.__enter__(); os.kill(os.getpid(), 9)"
-        code = f"import os; from pathlib import Path; from binade.data.store import {write}; {line}"
+        code = f"import os; from pathlib import Path; from binade.data.run.store import {write}; {line}"
         assert run_python("-c", code).returncode == -9
     left = [*tmp_path.iterdir()]
     assert len(left) == 3 and all(path.name.startswith(".draw.") for path in left)
@@ -254,8 +254,8 @@ def test_write_atomic_fails_cleanly_when_the_name_is_taken(tmp_path):
 CHILD = """
 import sys, torch
 from pathlib import Path
-from binade.data.store import save
-from binade.data.segment import write_segment
+from binade.data.run.store import save
+from binade.data.run.segment import write_segment
 from tests.data.builder import row
 root = Path(sys.argv[1])
 rows = [row("r", i, torch.randn(64, 64), None, format="mxfp8") for i in range(40)]

@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from binade.data import bundle
-from binade.data.bundle import BundleError
-from binade.data.catalog import Catalog
-from binade.data.store import TensorFileError, sha256
-from binade.data.tensor_files import load, load_plain
-from binade.data.verify import verify
+from binade.data.exchange import bundle
+from binade.data.exchange.bundle import BundleError
+from binade.data.index.catalog import Catalog
+from binade.data.run.store import TensorFileError, sha256
+from binade.data.run.tensor_files import load, load_plain
+from binade.data.run.verify import verify
 from tests.data.builder import make_run, reseal, with_column
 
 SHAPE = [4, 8]

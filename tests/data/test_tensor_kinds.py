@@ -14,15 +14,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from binade.app import style
+from binade.app.draw import style
 from binade.cli import main
 from binade.collector.errors import ConfigError
 from binade.collector.jobs.estimate import volume_of
 from binade.collector.training import loop
 from binade.collector.training.config import RunConfig
 from binade.collector.training.plan import plan
-from binade.data.catalog import Catalog
-from binade.data.tensor_kinds import (
+from binade.data.index.catalog import Catalog
+from binade.data.run.tensor_kinds import (
     BACKWARD,
     FORWARD,
     HEAD,
@@ -99,7 +99,7 @@ class TestAdded:
     def test_the_command_line_lists_it(self, line: list[str]) -> None:
         """In a process of its own: the help is composed when the command is imported."""
         add = f"TENSOR_KINDS.append(pickle.loads({pickle.dumps(NEW)!r}))"
-        code = f"import pickle, sys; from binade.data.tensor_kinds import TENSOR_KINDS; {add}; "
+        code = f"import pickle, sys; from binade.data.run.tensor_kinds import TENSOR_KINDS; {add}; "
         code += f"from binade.cli import main; sys.exit(main({line}))"
         done = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, capture_output=True, text=True, check=True)
         assert "raw_scores" in done.stdout

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from binade.data import bundle
-from binade.data.catalog import Catalog
-from binade.data.json_files import sealed
-from binade.data.runs import RunError
-from binade.data.twin import GradientTwin, Twin, append_twin, check_twins, read_twins
-from binade.data.verify import verify
+from binade.data.exchange import bundle
+from binade.data.index.catalog import Catalog
+from binade.data.run.directory import RunError
+from binade.data.run.json_files import sealed
+from binade.data.run.twin import GradientTwin, Twin, append_twin, check_twins, read_twins
+from binade.data.run.verify import verify
 from tests.data.builder import assorted, make_run
 
 STEP = GradientTwin("step", None, None, None, 2.0, 0.1, 0.09, 0.01, 0.2, 0.01, 0.98)

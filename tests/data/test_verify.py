@@ -14,11 +14,21 @@ from pathlib import Path
 
 import pytest
 
-from binade.data import intake
-from binade.data.catalog import Catalog
-from binade.data.runs import CRASHED, DONE, RUNNING, RunError, RunInfo, RunWriter, check_losses, read_losses, read_run
-from binade.data.store import TensorFileError
-from binade.data.verify import verify
+from binade.data.index import intake
+from binade.data.index.catalog import Catalog
+from binade.data.run.directory import (
+    CRASHED,
+    DONE,
+    RUNNING,
+    RunError,
+    RunInfo,
+    RunWriter,
+    check_losses,
+    read_losses,
+    read_run,
+)
+from binade.data.run.store import TensorFileError
+from binade.data.run.verify import verify
 from tests.collector.forked import forked, kill_at
 from tests.conftest import RECIPES
 from tests.data.builder import add_segment, assorted, make_run

@@ -156,7 +156,7 @@ def _binade(*arguments: str) -> None:
 
 
 def _runs(root: Path) -> None:
-    from binade.data.runs import list_runs
+    from binade.data.run.directory import list_runs
 
     print("| recipe | tensors | MB | first loss | last loss | state |\n|---|---|---|---|---|---|")
     for run in list_runs(root)[0]:
@@ -192,7 +192,7 @@ def ranks(on: str) -> None:
         start = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
         two = ("run", *command, "--tp", "2", "--tensor-save-dir", f"{place}/2")
         subprocess.run([*start, "-m", "tests.gpu.measure", "rank", *two], check=True)
-        from binade.data.runs import list_runs, read_losses
+        from binade.data.run.directory import list_runs, read_losses
 
         losses = [
             [each["loss"] for run in list_runs(Path(place, n))[0] for each in read_losses(run.directory)] for n in "12"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from binade.app.questions.shared.rounded import subject
 from binade.app.questions.what_if.compute import Trial, TriedOperand, try_formats
-from binade.data.tensor_kinds import has_tokens
+from binade.data.run.tensor_kinds import has_tokens
 from binade.quant import compare, fake_quantize, hadamard_rotate, quantize, score
 from binade.quant.gemm import Observed, Rounding, linear, matmul
 from binade.quant.metrics import score_of_rows_later, scores_later

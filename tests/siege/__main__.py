@@ -29,7 +29,7 @@ from pathlib import Path
 
 import psutil
 
-from binade.data.text import markdown_table
+from binade.data.words.text import markdown_table
 from binade.terminal import CANCELLED, catch_signals
 from tests.siege.attack import ATTACKS, FULL, Attack, Outcome, besiege
 from tests.template import PR_SET_CHILD_SUBREAPER

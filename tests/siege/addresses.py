@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
-from binade.app.budget import BYTES
-from binade.app.view import View
-from binade.data.cache import ResultCache
-from binade.data.catalog import Catalog
+from binade.app.view.budget import BYTES
+from binade.app.view.view import View
+from binade.data.index.cache import ResultCache
+from binade.data.index.catalog import Catalog
 from tests.app.planted import operand
 from tests.data.builder import make_run
 from tests.siege.attack import Attempt, attack, check_sentence

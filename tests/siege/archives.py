@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from binade.data import bundle
-from binade.data.bundle import BundleError
-from binade.data.catalog import Catalog
-from binade.data.filter import Filter
+from binade.data.exchange import bundle
+from binade.data.exchange.bundle import BundleError
+from binade.data.index.catalog import Catalog
+from binade.data.words.filter import Filter
 from tests.data.builder import assorted, make_run
 from tests.data.test_bundle import HOSTILE, hostile, refused, run_ids
 from tests.siege.attack import Attempt, attack, check_sentence

@@ -7,10 +7,10 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from binade.app import state
+from binade.app.frame import state
 from binade.app.pages.registry import PAGES, PART
-from binade.app.view import View
-from binade.data.catalog import Catalog
+from binade.app.view.view import View
+from binade.data.index.catalog import Catalog
 from tests.app.conftest import close_pages
 from tests.data.builder import assorted, make_run
 from tests.siege.attack import Attempt, attack, check_sentence

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from binade.app.measures.registry import MAP_MEASURES
-from binade.app.view import View
-from binade.data.catalog import Catalog
+from binade.app.view.view import View
+from binade.data.index.catalog import Catalog
 from tests.app.planted import operand
 from tests.data.builder import make_run
 from tests.siege.attack import Attempt, attack, check_sentence

@@ -7,7 +7,7 @@ import resource
 import subprocess
 from pathlib import Path
 
-from binade.data.runs import list_runs
+from binade.data.run.directory import list_runs
 from tests.collector.test_failures import check_rows
 from tests.conftest import start_python
 from tests.siege.attack import Attempt, attack, check_sentence

@@ -23,10 +23,10 @@ from binade.collector import jobs
 from binade.collector.cli.options import parse
 from binade.collector.jobs import directory, queue, runner
 from binade.collector.jobs.processes import Process, host
-from binade.data.events import Event, EventKind, append_event
-from binade.data.json_files import write_json
-from binade.data.runs import boot, list_runs
-from binade.data.twin import GradientTwin, Twin, append_twin
+from binade.data.run.directory import boot, list_runs
+from binade.data.run.events import Event, EventKind, append_event
+from binade.data.run.json_files import write_json
+from binade.data.run.twin import GradientTwin, Twin, append_twin
 from tests.app import roots
 from tests.app.conftest import close_pages, open_page
 from tests.siege.attack import Attempt, attack, check_sentence

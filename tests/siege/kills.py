@@ -15,8 +15,8 @@ import torch
 
 from binade.app.sessions.session import RunReference, View, new
 from binade.app.sessions.storage import create
-from binade.data.catalog import Catalog
-from binade.data.runs import fingerprint, list_runs, read_losses
+from binade.data.index.catalog import Catalog
+from binade.data.run.directory import fingerprint, list_runs, read_losses
 from tests.app import roots
 from tests.collector.test_failures import ENDLESS, check_rows
 from tests.conftest import run_python, start_python

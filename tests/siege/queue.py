@@ -17,7 +17,7 @@ from binade.collector import jobs
 from binade.collector.cli.jobs import add_line
 from binade.collector.jobs import directory, processes, runner
 from binade.collector.jobs import queue as files
-from binade.data.runs import boot
+from binade.data.run.directory import boot
 from tests.app import roots
 from tests.app.tab import Tab
 from tests.browser.driver import answers, free_port

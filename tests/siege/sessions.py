@@ -5,8 +5,8 @@ from __future__ import annotations
 from binade.app.pages.registry import PAGES, PART
 from binade.app.sessions import pins, storage
 from binade.app.sessions.session import Pin, SessionError, View, new
-from binade.data.catalog import Catalog
-from binade.data.filter import FIELDS
+from binade.data.index.catalog import Catalog
+from binade.data.words.filter import FIELDS
 from tests.app.test_injection import PAYLOADS, check, check_pictures, make_hostile
 from tests.siege.attack import Attempt, attack, check_sentence
 from tests.siege.files import show

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pandas as pd
 
-from binade.data.catalog import Catalog
-from binade.data.sandbox import QueryError, Sandbox
-from binade.data.text import csv_table
+from binade.data.index.catalog import Catalog
+from binade.data.index.sandbox import QueryError, Sandbox
+from binade.data.words.text import csv_table
 from tests.siege.attack import Attempt, attack, check_sentence
 
 # {secret} is a file that holds SECRET; {new} is one that must not come to be.

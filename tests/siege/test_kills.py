@@ -16,13 +16,13 @@ import torch
 from binade.app.sessions import storage
 from binade.app.sessions.log import Rename
 from binade.app.sessions.session import RunReference, Session, new, to_json
-from binade.app.view import View
+from binade.app.view.view import View
 from binade.collector.imports import importer
-from binade.data import bundle
-from binade.data.catalog import Catalog
-from binade.data.runs import RunNotes, RunWriter, change_notes, delete_run, fingerprint, list_runs, read_notes
-from binade.data.store import ABANDONED, HOST, locked, staging_directory, sweep, sweep_tree
-from binade.data.verify import verify
+from binade.data.exchange import bundle
+from binade.data.index.catalog import Catalog
+from binade.data.run.directory import RunNotes, RunWriter, change_notes, delete_run, fingerprint, list_runs, read_notes
+from binade.data.run.store import ABANDONED, HOST, locked, staging_directory, sweep, sweep_tree
+from binade.data.run.verify import verify
 from tests.collector.logs_made import read_here
 from tests.data.builder import assorted, make_run
 from tests.siege.steps import killed_before, steps

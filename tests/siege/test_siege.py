@@ -12,14 +12,14 @@ from typing import Any
 import psutil
 import pytest
 
-from binade.app import state as app_state
+from binade.app.frame import state as app_state
 from binade.collector import jobs
 from binade.collector.cli.jobs import add_line
 from binade.collector.cli.options import parse
 from binade.collector.jobs import directory, processes, runner, state
-from binade.data.catalog import Catalog
-from binade.data.events import read_events
-from binade.data.runs import DONE, RUN_VARIABLE, RunWriter, list_runs
+from binade.data.index.catalog import Catalog
+from binade.data.run.directory import DONE, RUN_VARIABLE, RunWriter, list_runs
+from binade.data.run.events import read_events
 from tests.conftest import start_python, until
 from tests.siege import files, urls
 from tests.siege.attack import ATTACKS, Attempt

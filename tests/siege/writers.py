@@ -16,7 +16,7 @@ from binade.app.sessions import session as sessions
 from binade.app.sessions import storage
 from binade.app.sessions.log import Add, Caption, Delete, Move, Restore
 from binade.app.sessions.session import Pin
-from binade.app.view import View
+from binade.app.view.view import View
 from binade.collector import jobs
 from binade.collector.cli.jobs import add_line
 from binade.collector.jobs import directory, queue
@@ -24,8 +24,8 @@ from binade.collector.jobs.processes import boot, host
 from binade.collector.recipes.files import to_toml
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import RecipeError
-from binade.data.events import Event, EventKind, append_event, read_events
-from binade.data.runs import RunNotes, RunWriter, change_notes, lines_of, list_runs, read_notes, read_run
+from binade.data.run.directory import RunNotes, RunWriter, change_notes, lines_of, list_runs, read_notes, read_run
+from binade.data.run.events import Event, EventKind, append_event, read_events
 from tests.siege.attack import Attempt, attack
 from tests.siege.files import LINE
 from tests.siege.kills import leftovers

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from binade.data.catalog import Catalog
-from binade.data.runs import list_runs, rank_statuses
+from binade.data.index.catalog import Catalog
+from binade.data.run.directory import list_runs, rank_statuses
 from tests.conftest import PROJECT, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough]

@@ -18,7 +18,7 @@ from binade.collector.cli.jobs import add_line
 from binade.collector.jobs import JobState, JobView
 from binade.collector.jobs.queue import read_jobs
 from binade.collector.training.targets import CONFIG
-from binade.data.runs import list_runs
+from binade.data.run.directory import list_runs
 from tests.conftest import until
 from tests.slurm.conftest import Cluster
 

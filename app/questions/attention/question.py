@@ -13,20 +13,20 @@ import numpy as np
 import pandas as pd
 from torch import Tensor
 
-from binade.app.control import Control
-from binade.app.figure import Column, Controls, Drawn, Figure, Item, Table, Text, grid, source
-from binade.app.params import One, Whole
+from binade.app.draw.control import Control
+from binade.app.draw.figure import Column, Controls, Drawn, Figure, Item, Table, Text, grid, source
 from binade.app.questions.attention import charts, compute
 from binade.app.questions.question import Question
 from binade.app.questions.shared.rounded import Recorded
 from binade.app.questions.shared.selection import Of, SelectedTensor
+from binade.app.view.params import One, Whole
 from binade.collector.recipes.parse import recipe_of
-from binade.data.catalog import CatalogError
-from binade.data.evidence import Measure, Sentence, exact, extreme, say, together
-from binade.data.fields import Field
-from binade.data.filter import Filter
-from binade.data.store import TensorFileError
-from binade.data.tensor_kinds import label_of
+from binade.data.compare.evidence import Measure, Sentence, exact, extreme, say, together
+from binade.data.index.catalog import CatalogError
+from binade.data.run.store import TensorFileError
+from binade.data.run.tensor_kinds import label_of
+from binade.data.words.fields import Field
+from binade.data.words.filter import Filter
 
 NAMES = compute.NAMES
 OF_PRODUCT = ("value", "output", "grad_output")

@@ -7,16 +7,16 @@ from typing import Any
 
 import pandas as pd
 
-from binade.app.control import Control
-from binade.app.figure import Column, Controls, Drawn, Figure, Item, Table, grid
-from binade.app.params import One, Whole
+from binade.app.draw.control import Control
+from binade.app.draw.figure import Column, Controls, Drawn, Figure, Item, Table, grid
+from binade.app.draw.style import MEASURES, power_of_two
 from binade.app.questions.blocks import charts, compute
 from binade.app.questions.question import AS_OPERAND, Question
 from binade.app.questions.shared.rounded import Subject, about_format
 from binade.app.questions.shared.selection import Of, SelectedTensor
-from binade.app.style import MEASURES, power_of_two
-from binade.data.evidence import Measure, Sentence, exact, say, spread_of, together
-from binade.data.text import counted, number_text
+from binade.app.view.params import One, Whole
+from binade.data.compare.evidence import Measure, Sentence, exact, say, spread_of, together
+from binade.data.words.text import counted, number_text
 from binade.quant.metrics import METRICS
 
 METRIC_TITLES = {

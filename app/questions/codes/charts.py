@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from binade.app import plot, style
-from binade.app.figure import Chart
+from binade.app.draw import plot, style
+from binade.app.draw.figure import Chart
 from binade.app.questions.codes import compute
-from binade.data.evidence import SHARE
-from binade.data.text import number_text
+from binade.data.compare.evidence import SHARE
+from binade.data.words.text import number_text
 from binade.quant.blocks import DENORMAL, SPECIAL, ZERO
 from binade.quant.specs import Spec
 

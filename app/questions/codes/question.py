@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from binade.app.figure import Drawn, Figure
+from binade.app.draw.figure import Drawn, Figure
 from binade.app.questions.codes import charts, compute
 from binade.app.questions.question import AS_OPERAND, Question
 from binade.app.questions.shared.rounded import about_format
 from binade.app.questions.shared.selection import Of, SelectedTensor
-from binade.data.evidence import SHARE, Measure, exact, say
-from binade.data.text import counted
+from binade.data.compare.evidence import SHARE, Measure, exact, say
+from binade.data.words.text import counted
 from binade.quant.blocks import DENORMAL, ZERO
 from binade.quant.metrics import METRICS
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pandas as pd
 
-from binade.app import plot, style
-from binade.app.figure import Chart
-from binade.data.evidence import Measure
+from binade.app.draw import plot, style
+from binade.app.draw.figure import Chart
+from binade.data.compare.evidence import Measure
 
 GROUPS = 30  # that are drawn
 

@@ -12,16 +12,17 @@ from typing import NamedTuple
 import pandas as pd
 
 from binade.app.questions.shared.runs import labels_of
-from binade.data import effects, evidence
-from binade.data.catalog import Catalog
-from binade.data.effects import measured_effects
-from binade.data.evidence import Estimate, Measure, Sentence
-from binade.data.experiment import EXPERIMENT, EffectGroup, read_results
-from binade.data.parity import MEASURES
-from binade.data.parity_results import CHANGE, Parity, ParityStep, read_parity
-from binade.data.routing import Routing
-from binade.data.runs import RunError
-from binade.data.text import number_text
+from binade.data.compare import evidence
+from binade.data.compare.evidence import Estimate, Measure, Sentence
+from binade.data.compare.parity import MEASURES
+from binade.data.compare.routing import Routing
+from binade.data.index.catalog import Catalog
+from binade.data.run import effects
+from binade.data.run.directory import RunError
+from binade.data.run.effects import measured_effects
+from binade.data.run.experiment import EXPERIMENT, EffectGroup, read_results
+from binade.data.run.parity_results import CHANGE, Parity, ParityStep, read_parity
+from binade.data.words.text import number_text
 
 VALUES = ("over_tokens", "over_sequences", "median_of_tokens", "median_of_sequences")
 KINDS = ("site", "layer", "module", "part")  # of groups, the finest first

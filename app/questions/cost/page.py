@@ -11,14 +11,14 @@ from functools import partial
 
 import streamlit as st
 
-from binade.app.address import link
-from binade.app.formatting import plain
+from binade.app.draw.formatting import plain
+from binade.app.frame.address import link
 from binade.app.jobs import saved_recipes
 from binade.app.questions import layout
 from binade.app.questions.cost import compute
 from binade.app.questions.shared.runs import labels_of
 from binade.app.questions.shared.scope import Scope
-from binade.app.view import Reading, View
+from binade.app.view.view import Reading, View
 from binade.collector import jobs
 from binade.collector.advice.advice import GROUPS, Advice, AdviceRequest, read_advice
 from binade.collector.advice.verification import queue_verification, verification
@@ -27,10 +27,10 @@ from binade.collector.recipes.files import to_toml
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import RecipeError
 from binade.collector.training.plan import Plan
-from binade.data.access import ReadOnlyError, read_only
-from binade.data.catalog import Catalog
-from binade.data.filter import Filter
-from binade.data.runs import RunError
+from binade.data.index.catalog import Catalog
+from binade.data.run.access import ReadOnlyError, read_only
+from binade.data.run.directory import RunError
+from binade.data.words.filter import Filter
 from binade.quant.formats import BF16
 from binade.quant.specs import SpecError
 

@@ -9,20 +9,20 @@ from typing import Any
 
 import pandas as pd
 
-from binade.app.control import Control
-from binade.app.figure import Column, Drawn, Figure, Item, Table, Text
-from binade.app.params import One
+from binade.app.draw.control import Control
+from binade.app.draw.figure import Column, Drawn, Figure, Item, Table, Text
 from binade.app.questions.cost import charts, compute
 from binade.app.questions.cost.compute import KINDS, MeasuredCosts
 from binade.app.questions.question import Question
 from binade.app.questions.shared.scope import Scope
 from binade.app.questions.shared.selection import Selection
-from binade.data import evidence
-from binade.data.filter import Filter
-from binade.data.parity import MEASURES
-from binade.data.parity_results import Parity, routing_findings
-from binade.data.routing import FLIPS, LEGEND
-from binade.data.text import counted
+from binade.app.view.params import One
+from binade.data.compare import evidence
+from binade.data.compare.parity import MEASURES
+from binade.data.compare.routing import FLIPS, LEGEND
+from binade.data.run.parity_results import Parity, routing_findings
+from binade.data.words.filter import Filter
+from binade.data.words.text import counted
 
 NOTHING = (
     "Nothing was measured in this root. For the loss of runs that were trained here: choose Measure below; for "

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from binade.app import plot, style
-from binade.app.figure import Chart
-from binade.data.text import number_text
+from binade.app.draw import plot, style
+from binade.app.draw.figure import Chart
+from binade.data.words.text import number_text
 
 
 def differences(table: pd.DataFrame, limit: float | None, first: int | None, subtitle: str) -> Chart:

@@ -6,19 +6,19 @@ from dataclasses import asdict, replace
 
 import pandas as pd
 
-from binade.app import style
-from binade.data.cache import Done
-from binade.data.catalog import Catalog
-from binade.data.difference import Difference, TensorDifference, difference
-from binade.data.filter import Filter
-from binade.data.runs import read_run
+from binade.app.draw import style
+from binade.data.compare.difference import Difference, TensorDifference, difference
+from binade.data.index.cache import Done
+from binade.data.index.catalog import Catalog
+from binade.data.run.directory import read_run
+from binade.data.words.filter import Filter
 
 WORDS = tuple(TensorDifference.__dataclass_fields__)
 
 
 def compared(opened: Catalog, where: Filter, run_a: str, run_b: str, done: Done) -> tuple[Difference, pd.DataFrame]:
-    """`data.difference` of the tensors of run_a that the filter selects, and its rows with `order`, from 1. Raises
-    RunError."""
+    """`data.compare.difference` of the tensors of run_a that the filter selects, and its rows with `order`, from 1.
+    Raises RunError."""
     chosen = None
     if where.without("run_id") != Filter():
         chosen = set(opened.tensors(replace(where, run_id=(run_a,)))["tensor_id"])

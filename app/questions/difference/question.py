@@ -9,20 +9,20 @@ from typing import Any
 
 import pandas as pd
 
-from binade.app.control import Control
-from binade.app.figure import Column, Drawn, Figure, Item, Table, Text, source
-from binade.app.params import One
+from binade.app.draw.control import Control
+from binade.app.draw.figure import Column, Drawn, Figure, Item, Table, Text, source
 from binade.app.questions.difference import charts, compute
 from binade.app.questions.question import Question
 from binade.app.questions.shared.runs import every_run, run_titles
 from binade.app.questions.shared.scope import Scope
 from binade.app.questions.shared.selection import Selection
-from binade.data.cache import Done
-from binade.data.catalog import Catalog
-from binade.data.difference import EXPLAINED, TOLERANCE, Difference, Tolerance, default_tolerance
-from binade.data.difference_text import RELATIVE, conclusion
-from binade.data.evidence import Sentence, exact, extreme, say, together
-from binade.data.runs import DONE, RunError
+from binade.app.view.params import One
+from binade.data.compare.difference import EXPLAINED, TOLERANCE, Difference, Tolerance, default_tolerance
+from binade.data.compare.difference_text import RELATIVE, conclusion
+from binade.data.compare.evidence import Sentence, exact, extreme, say, together
+from binade.data.index.cache import Done
+from binade.data.index.catalog import Catalog
+from binade.data.run.directory import DONE, RunError
 
 NOTE = (
     "Matches the tensors of two runs of the same model and data, after joining the shards of all ranks, and compares "
@@ -33,7 +33,7 @@ DEFINITION = (
     "statistics were kept. 0 and Inf are drawn at the ends of the axis."
 )
 BITWISE = "bitwise"
-DEFAULT = "default"  # see data.difference.default_tolerance
+DEFAULT = "default"  # see data.compare.difference.default_tolerance
 TOLERANCES = (DEFAULT, BITWISE, "0.0001", "0.001", str(TOLERANCE), "0.1")
 TITLES = {DEFAULT: "2⁻⁵", str(TOLERANCE): "2⁻⁵", BITWISE: "0 (bitwise)"}
 COLUMNS = {

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from binade.app import plot, style
-from binade.app.figure import Chart
-from binade.app.params import TITLES
+from binade.app.draw import plot, style
+from binade.app.draw.figure import Chart
 from binade.app.questions.explore.compute import RAW, SCALE, SIGMA, ByFormat
 from binade.app.questions.explore.quantile_plots import LIMIT
 from binade.app.questions.shared.distribution_charts import EQUAL
-from binade.data.filter import INTEGER_FIELDS
-from binade.data.text import number_text
+from binade.app.view.params import TITLES
+from binade.data.words.filter import INTEGER_FIELDS
+from binade.data.words.text import number_text
 from binade.quant.specs import Spec
 
 OF = {RAW: "value", SIGMA: "value / σ of its tensor", SCALE: "value / scale of its block"}

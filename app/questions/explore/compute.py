@@ -13,7 +13,6 @@ import numpy as np
 import pandas as pd
 import torch
 
-from binade.app.budget import BudgetError
 from binade.app.questions.shared.distributions import (
     Distribution,
     Pool,
@@ -26,10 +25,11 @@ from binade.app.questions.shared.distributions import (
 from binade.app.questions.shared.labels import group_name
 from binade.app.questions.shared.rounded import LIMIT, Recorded, applied, subject
 from binade.app.questions.shared.runs import given_names, labels_of
-from binade.data.catalog import USED, Catalog, CatalogError
-from binade.data.filter import INTEGER_FIELDS, Filter
-from binade.data.names import distinct_names
-from binade.data.store import TensorFileError
+from binade.app.view.budget import BudgetError
+from binade.data.index.catalog import USED, Catalog, CatalogError
+from binade.data.run.store import TensorFileError
+from binade.data.words.filter import INTEGER_FIELDS, Filter
+from binade.data.words.names import distinct_names
 from binade.quant.normal import normal_sqnr
 from binade.quant.sketch import bin_edges
 from binade.quant.specs import Spec, known_specs

@@ -17,12 +17,12 @@ from typing import Any
 import pandas as pd
 import streamlit as st
 
-from binade.app import address, exports, plot, style
-from binade.app import show as show_items
-from binade.app.bar import only
-from binade.app.components import component
-from binade.app.figure import Figure
-from binade.app.params import Interval, format_title, in_format, known_tensor, read
+from binade.app.draw import exports, plot, style
+from binade.app.draw import show as show_items
+from binade.app.draw.components import component
+from binade.app.draw.figure import Figure
+from binade.app.frame import address
+from binade.app.frame.bar import only
 from binade.app.questions import layout
 from binade.app.questions.explore import charts, question
 from binade.app.questions.explore.compute import RAW, SIGMA, over
@@ -47,11 +47,12 @@ from binade.app.questions.shared.runs import FIELDS_OF_RUNS
 from binade.app.questions.shared.scope import Scope
 from binade.app.questions.shared.selection import Board
 from binade.app.sessions import open_session
-from binade.app.view import Reading, View
-from binade.data.access import read_only
-from binade.data.catalog import Catalog
-from binade.data.filter import Filter
-from binade.data.text import number_text
+from binade.app.view.params import Interval, format_title, in_format, known_tensor, read
+from binade.app.view.view import Reading, View
+from binade.data.index.catalog import Catalog
+from binade.data.run.access import read_only
+from binade.data.words.filter import Filter
+from binade.data.words.text import number_text
 
 KEY = "explore"  # of the component
 PIECE = 24  # tensors whose curves are sent together

@@ -11,11 +11,10 @@ from typing import Any
 
 import pandas as pd
 
-from binade.app import plot, style
-from binade.app.control import Control
-from binade.app.figure import Column, Drawn, Figure, Item, Table, Text, source
-from binade.app.formatting import evenly
-from binade.app.params import TITLES, Known, One, Range, Whole, in_format, known_run, known_tensor
+from binade.app.draw import plot, style
+from binade.app.draw.control import Control
+from binade.app.draw.figure import Column, Drawn, Figure, Item, Table, Text, source
+from binade.app.draw.formatting import evenly
 from binade.app.questions.explore import charts, compute
 from binade.app.questions.explore.compute import RAW, SCALE, SIGMA, Groups
 from binade.app.questions.explore.curves import Curve, bins_of
@@ -31,11 +30,12 @@ from binade.app.questions.shared.operands import MOST_LISTED, ranked_tensors
 from binade.app.questions.shared.runs import every_run, given_names, labels_of, run_looks
 from binade.app.questions.shared.scope import Scope, scoped
 from binade.app.questions.shared.selection import Board, Of
-from binade.data.catalog import Catalog
-from binade.data.evidence import SHARE, listed
-from binade.data.filter import FIELDS, INTEGER_FIELDS, Filter
-from binade.data.names import distinct_names, short_names
-from binade.data.text import counted, one_line
+from binade.app.view.params import TITLES, Known, One, Range, Whole, in_format, known_run, known_tensor
+from binade.data.compare.evidence import SHARE, listed
+from binade.data.index.catalog import Catalog
+from binade.data.words.filter import FIELDS, INTEGER_FIELDS, Filter
+from binade.data.words.names import distinct_names, short_names
+from binade.data.words.text import counted, one_line
 from binade.quant.specs import Spec
 
 MAX_SELECTED = style.MAX_GROUPS

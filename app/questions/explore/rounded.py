@@ -7,16 +7,16 @@ from typing import Any
 
 import pandas as pd
 
-from binade.app import style
-from binade.app.budget import BudgetError
+from binade.app.draw import style
 from binade.app.questions.explore.compute import SCALE, SIGMA, Groups, has_masked_pairs, of_tensors, over
 from binade.app.questions.shared.distributions import distribution_of
 from binade.app.questions.shared.rounded import LIMIT, Recorded, applied, subject
 from binade.app.questions.shared.runs import given_names
 from binade.app.questions.shared.selection import Board
-from binade.data.catalog import USED, Catalog, CatalogError
-from binade.data.names import distinct_names
-from binade.data.store import TensorFileError
+from binade.app.view.budget import BudgetError
+from binade.data.index.catalog import USED, Catalog, CatalogError
+from binade.data.run.store import TensorFileError
+from binade.data.words.names import distinct_names
 from binade.quant.specs import Spec, known_specs
 
 MOST_SEARCHED = 50  # tensors, for the first that can be rounded

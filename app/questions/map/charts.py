@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from binade.app import plot, style
-from binade.app.figure import Chart
+from binade.app.draw import plot, style
+from binade.app.draw.figure import Chart
 from binade.app.measures.map_measure import MapMeasure
 from binade.app.questions.map.compute import MapRow
 from binade.app.questions.shared.operands import GEMMS, OTHER
-from binade.data.evidence import Measure
-from binade.data.names import name_of
+from binade.data.compare.evidence import Measure
+from binade.data.words.names import name_of
 
 # From no loss to total loss.
 HEAT = ["#eceae8", "#f9cdbb", "#f7906f", "#ee4f35", "#b3131f", "#67000d"]

@@ -13,10 +13,10 @@ from binade.app.measures.cells import HUGE, PLACE, deciles
 from binade.app.measures.map_measure import ITERATION, LAYER, CellQuery
 from binade.app.measures.registry import MAP_MEASURES
 from binade.app.questions.shared.operands import GEMMS, OTHER
-from binade.data.evidence import Measure
-from binade.data.fields import MODULES
-from binade.data.names import name_of
-from binade.data.tensor_kinds import TENSOR_KINDS
+from binade.data.compare.evidence import Measure
+from binade.data.run.tensor_kinds import TENSOR_KINDS
+from binade.data.words.fields import MODULES
+from binade.data.words.names import name_of
 
 # The products in the order of the network: modules, and the two products of attention.
 PRODUCTS = tuple(name for module in MODULES for name in (("QK", "PV") if module == "core" else (module,)))

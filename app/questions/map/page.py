@@ -10,12 +10,12 @@ from typing import Any
 import pandas as pd
 import streamlit as st
 
-from binade.app import address
-from binade.app import show as show_items
-from binade.app.figure import Figure, Table, Text
-from binade.app.formatting import plain
+from binade.app.draw import show as show_items
+from binade.app.draw.figure import Figure, Table, Text
+from binade.app.draw.formatting import plain
+from binade.app.draw.style import MEASURES
+from binade.app.frame import address
 from binade.app.measures.map_measure import ITERATION, LAYER
-from binade.app.params import Interval
 from binade.app.questions import layout
 from binade.app.questions.map import charts
 from binade.app.questions.map.compute import MapRow
@@ -40,15 +40,15 @@ from binade.app.questions.shared.event_marks import events_of
 from binade.app.questions.shared.operands import GEMMS, OTHER
 from binade.app.questions.shared.scope import Scope, scope_of
 from binade.app.sessions import open_session
-from binade.app.style import MEASURES
-from binade.app.view import Reading, View, pool_of
-from binade.data.access import read_only
-from binade.data.cache import Done
-from binade.data.catalog import Catalog
-from binade.data.filter import Filter
-from binade.data.names import operand_name, product_name
-from binade.data.run_table import losses_of
-from binade.data.text import number_text
+from binade.app.view.params import Interval
+from binade.app.view.view import Reading, View, pool_of
+from binade.data.index.cache import Done
+from binade.data.index.catalog import Catalog
+from binade.data.index.run_table import losses_of
+from binade.data.run.access import read_only
+from binade.data.words.filter import Filter
+from binade.data.words.names import operand_name, product_name
+from binade.data.words.text import number_text
 
 LISTED = 9  # exceptions
 BEYOND = Interval(-1000.0, -FAR)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from binade.app.budget import BudgetError
+from binade.app.draw.style import MEASURES, power_of_two
 from binade.app.measures.map_measure import LAYER
 from binade.app.questions.map import charts
 from binade.app.questions.map.compute import MapRow
@@ -19,11 +19,11 @@ from binade.app.questions.shared.operands import along, scores_in
 from binade.app.questions.shared.rounded import Recorded, subject
 from binade.app.questions.shared.selection import recorded_of
 from binade.app.questions.why import compute as grid
-from binade.app.style import MEASURES, power_of_two
-from binade.data.catalog import USED, Catalog, CatalogError
-from binade.data.filter import Filter
-from binade.data.store import TensorFileError
-from binade.data.text import number_text
+from binade.app.view.budget import BudgetError
+from binade.data.index.catalog import USED, Catalog, CatalogError
+from binade.data.run.store import TensorFileError
+from binade.data.words.filter import Filter
+from binade.data.words.text import number_text
 from binade.quant.specs import Spec
 
 SAMPLE = 1 << 16  # values that the histogram shows

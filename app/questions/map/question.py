@@ -9,16 +9,14 @@ from typing import Any
 
 import pandas as pd
 
-from binade.app import style
-from binade.app.budget import BudgetError
-from binade.app.control import Control
-from binade.app.figure import Column, Drawn, Figure, Table, Text, source
-from binade.app.formatting import evenly
+from binade.app.draw import style
+from binade.app.draw.control import Control
+from binade.app.draw.figure import Column, Drawn, Figure, Table, Text, source
+from binade.app.draw.formatting import evenly
 from binade.app.measures.effect import PARITY, parity_of
 from binade.app.measures.map_measure import ITERATION, LAYER, CellQuery, MapMeasure
 from binade.app.measures.registry import MAP_MEASURES
 from binade.app.measures.values import ERRORS, computed
-from binade.app.params import AnyText, One, in_format
 from binade.app.questions.map import charts, compute
 from binade.app.questions.map.compute import MapRow
 from binade.app.questions.map.standing_out import Headline, broken, cause_of, headline
@@ -30,12 +28,14 @@ from binade.app.questions.shared.runs import every_run
 from binade.app.questions.shared.scope import OF_RUNS, Scope, scope_of, scoped
 from binade.app.questions.shared.selection import Selection
 from binade.app.questions.shared.unscaled import with_scale
-from binade.data import evidence
-from binade.data.catalog import USED, Catalog
-from binade.data.evidence import Measure, Sentence
-from binade.data.filter import Filter
-from binade.data.names import name_of
-from binade.data.run_table import OF_MODEL
+from binade.app.view.budget import BudgetError
+from binade.app.view.params import AnyText, One, in_format
+from binade.data.compare import evidence
+from binade.data.compare.evidence import Measure, Sentence
+from binade.data.index.catalog import USED, Catalog
+from binade.data.index.run_table import OF_MODEL
+from binade.data.words.filter import Filter
+from binade.data.words.names import name_of
 from binade.quant.normal import VS_NORMAL, normal_sqnr
 from binade.quant.specs import Spec
 

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 
 import pandas as pd
 
+from binade.app.draw.style import MEASURES
 from binade.app.measures.map_measure import LAYER
 from binade.app.questions.map.charts import label
 from binade.app.questions.map.compute import MapRow, with_rows
-from binade.app.style import MEASURES
-from binade.data import evidence
-from binade.data.catalog import USED
-from binade.data.evidence import Sentence, exact
-from binade.data.names import layer_name
-from binade.data.text import counted, number_text
+from binade.data.compare import evidence
+from binade.data.compare.evidence import Sentence, exact
+from binade.data.index.catalog import USED
+from binade.data.words.names import layer_name
+from binade.data.words.text import counted, number_text
 from binade.quant.normal import VS_NORMAL, normal_sqnr
 
 FAR = 2.0  # dB from the SQNR of normal values, at which a cell stands out: 1.6 times the squared error

@@ -8,17 +8,17 @@ from typing import Any
 
 import pandas as pd
 
-from binade.app.control import Control
-from binade.app.figure import Column, Drawn, Figure, Table
-from binade.app.params import One
+from binade.app.draw.control import Control
+from binade.app.draw.figure import Column, Drawn, Figure, Table
+from binade.app.draw.style import MEASURES
 from binade.app.questions.question import Question
 from binade.app.questions.shared import distribution_charts, distributions, laws
 from binade.app.questions.shared.distribution_charts import LAW_TITLES
 from binade.app.questions.shared.distributions import Distribution
 from binade.app.questions.shared.selection import Of, SelectedTensor
-from binade.app.style import MEASURES
-from binade.data.evidence import SHARE, Measure, Sentence, exact, leaders, listed, say, together
-from binade.data.text import counted
+from binade.app.view.params import One
+from binade.data.compare.evidence import SHARE, Measure, Sentence, exact, leaders, listed, say, together
+from binade.data.words.text import counted
 
 COLUMNS = {
     "law": Column("Distribution", text=lambda row: LAW_TITLES[row["law"]]),

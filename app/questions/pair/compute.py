@@ -14,8 +14,8 @@ from torch import Tensor
 
 from binade.app.questions.shared.runs import every_run
 from binade.app.questions.why.compute import cell_of, rows_by_channels
-from binade.data.catalog import TWIN_FIELDS, Catalog
-from binade.data.filter import Filter
+from binade.data.index.catalog import TWIN_FIELDS, Catalog
+from binade.data.words.filter import Filter
 from binade.quant.statistics import cell_absmax
 
 CHUNK = 1 << 22  # values that are compared at once

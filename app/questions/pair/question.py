@@ -9,9 +9,9 @@ from typing import Any
 
 import pandas as pd
 
-from binade.app.control import Control
-from binade.app.figure import Column, Drawn, Figure, Item, Table, grid
-from binade.app.params import known_tensor
+from binade.app.draw.control import Control
+from binade.app.draw.figure import Column, Drawn, Figure, Item, Table, grid
+from binade.app.draw.style import MEASURES
 from binade.app.questions.pair import compute
 from binade.app.questions.pair.compute import Between
 from binade.app.questions.pair.three_way import ThreeWay, table_of, three_way_of
@@ -23,12 +23,12 @@ from binade.app.questions.shared.selection import Of, SelectedTensor, listed
 from binade.app.questions.why.charts import rows_by_columns
 from binade.app.questions.why.compute import rows_by_channels, taken
 from binade.app.questions.why.question import causes_of, facts, total_sqnr
-from binade.app.style import MEASURES
-from binade.data.catalog import CatalogError
-from binade.data.evidence import Measure, Sentence, exact, say, together
-from binade.data.names import distinct_names
-from binade.data.store import TensorFileError
-from binade.data.text import number_text
+from binade.app.view.params import known_tensor
+from binade.data.compare.evidence import Measure, Sentence, exact, say, together
+from binade.data.index.catalog import CatalogError
+from binade.data.run.store import TensorFileError
+from binade.data.words.names import distinct_names
+from binade.data.words.text import number_text
 from binade.quant import sketch
 
 NONE = (

@@ -10,13 +10,13 @@ import pandas as pd
 from torch import Tensor
 
 from binade import quant
-from binade.app.figure import Column, Table
+from binade.app.draw.figure import Column, Table
+from binade.app.draw.style import MEASURES
 from binade.app.questions.shared.rounded import NOT_RECORDED, Recorded
 from binade.app.questions.shared.runs import every_run
 from binade.app.questions.shared.selection import SelectedTensor
-from binade.app.style import MEASURES
-from binade.data.evidence import Measure, Sentence, exact, say, together
-from binade.data.same_data import equal_weights
+from binade.data.compare.evidence import Measure, Sentence, exact, say, together
+from binade.data.compare.same_data import equal_weights
 from binade.quant import sketch as sketches
 from binade.quant.metrics import METRICS, errors
 from binade.quant.specs import Spec

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pandas as pd
 
-from binade.data.catalog import Catalog
-from binade.data.events import Event, EventKind, read_events
-from binade.data.filter import Filter
+from binade.data.index.catalog import Catalog
+from binade.data.run.events import Event, EventKind, read_events
+from binade.data.words.filter import Filter
 
 STEPS = 200  # before the event, that are shown
 KEPT = "non_finite_"  # begins the names of the operands and results that were kept

@@ -6,19 +6,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from binade.app import style
-from binade.app.control import Control
-from binade.app.figure import Column, Drawn, Figure, Item, Table
-from binade.app.params import Whole, known_run
+from binade.app.draw import style
+from binade.app.draw.control import Control
+from binade.app.draw.figure import Column, Drawn, Figure, Item, Table
+from binade.app.draw.style import MEASURES
 from binade.app.questions.provenance import charts, compute
 from binade.app.questions.question import Question
 from binade.app.questions.shared.runs import labels_of, matching
 from binade.app.questions.shared.scope import Scope
 from binade.app.questions.shared.selection import Selection
-from binade.app.style import MEASURES
-from binade.data.events import Event
-from binade.data.evidence import say
-from binade.data.filter import Filter
+from binade.app.view.params import Whole, known_run
+from binade.data.compare.evidence import say
+from binade.data.run.events import Event
+from binade.data.words.filter import Filter
 
 NOTHING = "No run in the filter has recorded a NaN or Inf. To look for one, record with find_nan=True or --find-nan."
 RUN = Control(name="run", label="Run", param=known_run, widget="list", row="event", width=2)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pandas as pd
 
-from binade.app import plot, style
-from binade.app.figure import Chart
+from binade.app.draw import plot, style
+from binade.app.draw.figure import Chart
 from binade.app.questions.shared.loss_chart import MOST_POINTS, marked_points
-from binade.data.text import number_text
+from binade.data.words.text import number_text
 
 
 def _gap(base: str) -> str:

@@ -12,25 +12,25 @@ from typing import Any
 import pandas as pd
 import streamlit as st
 
-from binade.app.address import link
-from binade.app.formatting import plain
+from binade.app.draw.formatting import plain
+from binade.app.frame.address import link
+from binade.app.frame.state import explain_empty
 from binade.app.questions import layout
 from binade.app.questions.recipes.question import RECIPES, comparison_of, runs_in
 from binade.app.questions.shared.scope import Scope
 from binade.app.questions.shared.selection import Selection
-from binade.app.state import explain_empty
-from binade.app.view import Reading, View
+from binade.app.view.view import Reading, View
 from binade.collector import jobs
 from binade.collector.errors import ConfigError
 from binade.collector.recipes.files import label
 from binade.collector.training.config import RunConfig
 from binade.collector.training.plan import Plan, plan
-from binade.data.access import ReadOnlyError, read_only
-from binade.data.catalog import Catalog
-from binade.data.comparison import with_one_seed
-from binade.data.run_table import references_in
-from binade.data.runs import DONE
-from binade.data.text import counted
+from binade.data.compare.comparison import with_one_seed
+from binade.data.index.catalog import Catalog
+from binade.data.index.run_table import references_in
+from binade.data.run.access import ReadOnlyError, read_only
+from binade.data.run.directory import DONE
+from binade.data.words.text import counted
 from binade.quant.formats import BF16
 
 SEEDS = 3  # of each recipe, at least

@@ -11,10 +11,10 @@ from typing import Any
 
 import pandas as pd
 
-from binade.app import style
-from binade.app.control import Control
-from binade.app.figure import Column, Drawn, Figure, Item, Table, Text, source
-from binade.app.params import One, Whole
+from binade.app.draw import style
+from binade.app.draw.control import Control
+from binade.app.draw.figure import Column, Drawn, Figure, Item, Table, Text, source
+from binade.app.draw.style import MEASURES
 from binade.app.questions.question import Question
 from binade.app.questions.recipes import charts
 from binade.app.questions.shared.event_marks import with_events
@@ -23,12 +23,11 @@ from binade.app.questions.shared.runs import every_run, references_of, run_looks
 from binade.app.questions.shared.scope import Scope
 from binade.app.questions.shared.selection import Selection
 from binade.app.questions.shared.unscaled import with_scale
-from binade.app.style import MEASURES
+from binade.app.view.params import One, Whole
 from binade.collector.recipes.ladder import ladders
-from binade.data import comparison, evidence, loss_gaps
-from binade.data.ablation import JUDGED, RUNG_FIELDS, ablation, iterations_of
-from binade.data.catalog import Catalog
-from binade.data.comparison import (
+from binade.data.compare import comparison, evidence, loss_gaps
+from binade.data.compare.ablation import JUDGED, RUNG_FIELDS, ablation, iterations_of
+from binade.data.compare.comparison import (
     MOST_RUNS,
     NO_INTERVAL,
     RECIPE_FIELDS,
@@ -40,16 +39,17 @@ from binade.data.comparison import (
     no_reference,
     with_effects,
 )
-from binade.data.fields import Field
-from binade.data.filter import Filter
-from binade.data.gap_bands import RULE
-from binade.data.gradients import COMPARED, GRADIENTS, gradient_summary
-from binade.data.ladder import Ladder
-from binade.data.names import name_of, product_name
-from binade.data.notes import rounded_twice
-from binade.data.run_table import OF_MODEL, PARTS, compared_with, has_reference, losses_of, references_in
-from binade.data.tensor_kinds import label_of
-from binade.data.text import counted
+from binade.data.compare.gap_bands import RULE
+from binade.data.compare.gradients import COMPARED, GRADIENTS, gradient_summary
+from binade.data.compare.ladder import Ladder
+from binade.data.index.catalog import Catalog
+from binade.data.index.run_table import OF_MODEL, PARTS, compared_with, has_reference, losses_of, references_in
+from binade.data.run.notes import rounded_twice
+from binade.data.run.tensor_kinds import label_of
+from binade.data.words.fields import Field
+from binade.data.words.filter import Filter
+from binade.data.words.names import name_of, product_name
+from binade.data.words.text import counted
 from binade.quant.formats import BF16, FORMATS
 
 NOTE = (

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pandas as pd
 
-from binade.app import plot, style
-from binade.app.figure import Chart
+from binade.app.draw import plot, style
+from binade.app.draw.figure import Chart
 from binade.app.questions.shared.loss_chart import MOST_POINTS, marked_points
 
 SHADE = 0.16  # opacity of the seeds of a line

@@ -11,10 +11,10 @@ import numpy as np
 import pandas as pd
 
 from binade.app.questions.shared.runs import every_run, with_plain_runs
-from binade.data.catalog import Catalog
-from binade.data.comparison import Comparison, compare
-from binade.data.run_table import losses_of, references_in
-from binade.data.same_data import window_of
+from binade.data.compare.comparison import Comparison, compare
+from binade.data.compare.same_data import window_of
+from binade.data.index.catalog import Catalog
+from binade.data.index.run_table import losses_of, references_in
 from binade.quant.formats import BF16
 
 Records = Sequence[Mapping[str, Any]]

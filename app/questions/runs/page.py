@@ -10,23 +10,23 @@ from typing import Any
 import pandas as pd
 import streamlit as st
 
-from binade.app import address
-from binade.app.formatting import bytes_text, plain
+from binade.app.draw.formatting import bytes_text, plain
+from binade.app.frame import address
+from binade.app.frame.state import explain_empty
 from binade.app.jobs.saved_recipes import is_recipe
-from binade.app.params import read
 from binade.app.questions import layout
 from binade.app.questions.runs.groups import groups_of
 from binade.app.questions.runs.question import RUNS, drawn_lines
 from binade.app.questions.runs.table import DAMAGED, STATES, data_of
 from binade.app.questions.shared.runs import every_run, matching, run_titles
-from binade.app.state import explain_empty
-from binade.app.view import Reading, View
-from binade.data.access import ReadOnlyError, read_only
-from binade.data.catalog import Catalog
-from binade.data.events import read_events
-from binade.data.notes import on_a_grid
-from binade.data.runs import NotesChangedError, RunError, RunNotes, change_notes, parse_notes
-from binade.data.text import counted, one_line
+from binade.app.view.params import read
+from binade.app.view.view import Reading, View
+from binade.data.index.catalog import Catalog
+from binade.data.run.access import ReadOnlyError, read_only
+from binade.data.run.directory import NotesChangedError, RunError, RunNotes, change_notes, parse_notes
+from binade.data.run.events import read_events
+from binade.data.run.notes import on_a_grid
+from binade.data.words.text import counted, one_line
 
 MOST_EVENTS = 200  # that are shown
 MOST_RUNS = 200  # whose events are read

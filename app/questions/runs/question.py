@@ -8,9 +8,9 @@ from typing import Any
 
 import pandas as pd
 
-from binade.app.control import Control
-from binade.app.figure import Drawn, Figure, Text
-from binade.app.params import AnyText, Known, One
+from binade.app.draw.control import Control
+from binade.app.draw.figure import Drawn, Figure, Text
+from binade.app.draw.style import MARKS
 from binade.app.questions.question import Question
 from binade.app.questions.runs import charts
 from binade.app.questions.runs.groups import MOST_LINES, Line, compared_runs, groups_of, left_at, lines_of, over_seeds
@@ -18,13 +18,13 @@ from binade.app.questions.shared.labels import thinned, thinned_note
 from binade.app.questions.shared.runs import matching
 from binade.app.questions.shared.scope import Scope
 from binade.app.questions.shared.selection import Selection
-from binade.app.style import MARKS
-from binade.data import comparison, evidence
-from binade.data.catalog import Catalog
-from binade.data.comparison import Comparison
-from binade.data.filter import Filter
-from binade.data.same_data import NATS, UNKNOWN
-from binade.data.text import counted
+from binade.app.view.params import AnyText, Known, One
+from binade.data.compare import comparison, evidence
+from binade.data.compare.comparison import Comparison
+from binade.data.compare.same_data import NATS, UNKNOWN
+from binade.data.index.catalog import Catalog
+from binade.data.words.filter import Filter
+from binade.data.words.text import counted
 
 SMOOTH = Control(
     name="smooth", label="Mean over", param=One(("1", "5", "25")), row="loss",

@@ -14,15 +14,15 @@ import pandas as pd
 from binade.app.questions.cost.compute import titles
 from binade.app.questions.runs.groups import Records, RunGroup, compared_runs, groups_of, left_at, whole
 from binade.app.questions.shared.runs import every_run
-from binade.data.catalog import Catalog
-from binade.data.events import EventKind, read_events
-from binade.data.evidence import GAP
-from binade.data.experiment import EXPERIMENT
-from binade.data.loss_gaps import RecipeRuns, by_recipe
-from binade.data.outcomes import DEFINITION, Outcome
-from binade.data.runs import IMPORT
-from binade.data.same_data import NATS, states_all
-from binade.data.text import counted, number_text
+from binade.data.compare.evidence import GAP
+from binade.data.compare.loss_gaps import RecipeRuns, by_recipe
+from binade.data.compare.outcomes import DEFINITION, Outcome
+from binade.data.compare.same_data import NATS, states_all
+from binade.data.index.catalog import Catalog
+from binade.data.run.directory import IMPORT
+from binade.data.run.events import EventKind, read_events
+from binade.data.run.experiment import EXPERIMENT
+from binade.data.words.text import counted, number_text
 
 SPARKS = 40  # points of a small line in the table
 LAST = 10**9  # the place of an event of no iteration among those that have one

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from binade.data.catalog import Catalog
-from binade.data.tensor_kinds import PRODUCT_KINDS, TENSOR_KINDS, Other, TensorKind
+from binade.data.index.catalog import Catalog
+from binade.data.run.tensor_kinds import PRODUCT_KINDS, TENSOR_KINDS, Other, TensorKind
 
 TOKEN, ROW, CHANNEL, KEY, COLUMN = "token", "row", "channel", "key", "column"
 HEADS = ("sequence", "head", TOKEN)  # the axes of a tensor of attention before the last

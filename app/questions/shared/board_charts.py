@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 import pandas as pd
 
-from binade.app import plot, style
-from binade.app.figure import Chart
-from binade.data.evidence import Measure
+from binade.app.draw import plot, style
+from binade.app.draw.figure import Chart
+from binade.data.compare.evidence import Measure
 
 BARS = 20  # of a ranking that are drawn
 PLACE = ("layer_index", "module", "operation", "tensor_name")  # what identifies a place in a model

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from binade.app import plot, style
-from binade.app.figure import Chart
+from binade.app.draw import plot, style
+from binade.app.draw.figure import Chart
 
 
 def _outline(table: pd.DataFrame) -> pd.DataFrame:

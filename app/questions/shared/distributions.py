@@ -19,8 +19,8 @@ from torch import Tensor
 
 from binade.app.questions.shared.labels import group_name
 from binade.app.questions.shared.runs import labels_of
-from binade.data.catalog import Catalog
-from binade.data.filter import Filter
+from binade.data.index.catalog import Catalog
+from binade.data.words.filter import Filter
 from binade.quant.backends.counts import counted, upper_counts
 from binade.quant.sketch import bin_edges, interval_quantiles
 from binade.quant.summary import summarize

@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from binade.app import plot, style
-from binade.app.figure import Chart, Drawn, Figure
+from binade.app.draw import plot, style
+from binade.app.draw.figure import Chart, Drawn, Figure
 from binade.app.questions.shared.runs import every_run
-from binade.data.catalog import Catalog
-from binade.data.events import EventKind, read_events
-from binade.data.filter import Filter
+from binade.data.index.catalog import Catalog
+from binade.data.run.events import EventKind, read_events
+from binade.data.words.filter import Filter
 
 MARKED = (EventKind.TRIGGER, EventKind.WARNING, EventKind.NON_FINITE)
 MOST = 50  # rules of a chart

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from binade.collector.recipes.parse import GRADIENT_FORMAT
-from binade.data.evidence import listed
-from binade.data.text import number_text
+from binade.data.compare.evidence import listed
+from binade.data.words.text import number_text
 from binade.quant.normal import normal_sqnr
 from binade.quant.specs import Spec
 

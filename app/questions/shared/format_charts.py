@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pandas as pd
 
-from binade.app import plot, style
-from binade.app.figure import Chart
+from binade.app.draw import plot, style
+from binade.app.draw.figure import Chart
 from binade.quant.specs import known_specs
 
 ERROR_PANELS = (

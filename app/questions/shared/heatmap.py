@@ -11,9 +11,9 @@ import zlib
 import numpy as np
 import pandas as pd
 
-from binade.app import plot, style
-from binade.app.figure import Chart
-from binade.data.text import number_text
+from binade.app.draw import plot, style
+from binade.app.draw.figure import Chart
+from binade.data.words.text import number_text
 
 NO_VALUE = (0x80, 0x88, 0x99, 0x30)  # RGBA: close to the card that it is drawn on, light or dark
 HOVER = 48  # rectangles with a tooltip, each way

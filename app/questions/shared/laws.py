@@ -13,7 +13,7 @@ from scipy import stats
 from scipy.optimize import minimize_scalar
 
 from binade.app.questions.shared.distributions import Distribution, quantiles
-from binade.data.text import number_text
+from binade.data.words.text import number_text
 
 LAWS = ("normal", "laplace", "student_t", "uniform")
 FIT_POINTS = 199  # quantiles that Student's t is fitted to, 0.25% to 99.75%

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from binade.app import plot, style
-from binade.app.figure import Chart
+from binade.app.draw import plot, style
+from binade.app.draw.figure import Chart
 from binade.app.questions.shared.board_charts import PLACE, color_scale, with_labels
-from binade.data.evidence import Measure
+from binade.data.compare.evidence import Measure
 
 INKS = "#10131a", "#ffffff"
 

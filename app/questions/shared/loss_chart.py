@@ -8,11 +8,11 @@ from typing import Any
 
 import pandas as pd
 
-from binade.app import plot, style
-from binade.app.figure import Chart
+from binade.app.draw import plot, style
+from binade.app.draw.figure import Chart
 from binade.app.questions.shared.event_marks import marked
 from binade.app.questions.shared.labels import thinned
-from binade.data.same_data import NATS
+from binade.data.compare.same_data import NATS
 
 MOST_POINTS = 300  # that are marked, in addition to the line through them
 

@@ -8,10 +8,10 @@ from typing import Any
 import pandas as pd
 from torch import Tensor
 
-from binade.app.params import Interval
-from binade.data.catalog import USED, Catalog, format_condition
-from binade.data.filter import Filter
-from binade.data.tensor_kinds import OPERANDS, PRODUCT_KINDS, Gemm
+from binade.app.view.params import Interval
+from binade.data.index.catalog import USED, Catalog, format_condition
+from binade.data.run.tensor_kinds import OPERANDS, PRODUCT_KINDS, Gemm
+from binade.data.words.filter import Filter
 from binade.quant.normal import normal_sqnr
 
 GEMMS = tuple(gemm.value for gemm in Gemm)

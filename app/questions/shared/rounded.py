@@ -10,10 +10,10 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from binade.app.budget import RoundingCost, check
-from binade.data.columns import RoundedWith
-from binade.data.tensor_kinds import has_tokens
-from binade.data.text import number_text
+from binade.app.view.budget import RoundingCost, check
+from binade.data.run.columns import RoundedWith
+from binade.data.run.tensor_kinds import has_tokens
+from binade.data.words.text import number_text
 from binade.quant.blocks import GROUP, Blocks, energy, look, sample
 from binade.quant.error_causes import ErrorCauses, error_causes
 from binade.quant.measurements import Errors

@@ -10,10 +10,10 @@ from typing import Any
 
 import pandas as pd
 
-from binade.app import style
-from binade.data.catalog import Catalog
-from binade.data.filter import Filter
-from binade.data.run_table import OF_MODEL, compared_to_any, references_in, run_labels, runs_with_references
+from binade.app.draw import style
+from binade.data.index.catalog import Catalog
+from binade.data.index.run_table import OF_MODEL, compared_to_any, references_in, run_labels, runs_with_references
+from binade.data.words.filter import Filter
 from binade.quant.formats import BF16
 
 # What may differ between two recordings of the same tensor.

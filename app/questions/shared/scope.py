@@ -6,12 +6,12 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Self
 
-from binade.app.formatting import first_formats
+from binade.app.draw.formatting import first_formats
 from binade.app.questions.shared.runs import every_run, labels_of
-from binade.data.catalog import USED, Catalog
-from binade.data.filter import Filter
-from binade.data.runs import DONE
-from binade.data.text import counted
+from binade.data.index.catalog import USED, Catalog
+from binade.data.run.directory import DONE
+from binade.data.words.filter import Filter
+from binade.data.words.text import counted
 
 SHOWN = 3  # runs that a subtitle names
 OF_RUNS = ("recipe", "quant_type")  # with groups by one of these, a run of each recipe is kept

@@ -13,17 +13,17 @@ from typing import Any
 import pandas as pd
 from torch import Tensor
 
-from binade.app.figure import Drawn, source
+from binade.app.draw.figure import Drawn, source
 from binade.app.questions.shared.axes import Axes, axes_of
 from binade.app.questions.shared.operands import along, gemms_of, operand, ranked_tensors, role_of, scores_in
 from binade.app.questions.shared.rounded import NOT_RECORDED, Recorded, Subject, applied, subject
 from binade.app.questions.shared.runs import given_names
 from binade.app.questions.shared.scope import scope_of, scoped
-from binade.data.catalog import USED, Catalog, CatalogError
-from binade.data.filter import Filter
-from binade.data.names import distinct_names
-from binade.data.store import TensorFileError
-from binade.data.tensor_kinds import Gemm
+from binade.data.index.catalog import USED, Catalog, CatalogError
+from binade.data.run.store import TensorFileError
+from binade.data.run.tensor_kinds import Gemm
+from binade.data.words.filter import Filter
+from binade.data.words.names import distinct_names
 from binade.quant.specs import Spec
 
 MOST_LISTED = 5000  # tensors to choose from

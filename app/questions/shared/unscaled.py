@@ -3,7 +3,7 @@ do."""
 
 from __future__ import annotations
 
-from binade.data.evidence import Estimate, Sentence, say
+from binade.data.compare.evidence import Estimate, Sentence, say
 from binade.quant.specs import Spec
 
 

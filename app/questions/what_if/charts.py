@@ -7,8 +7,8 @@ from typing import Any
 
 import pandas as pd
 
-from binade.app import plot, style
-from binade.app.figure import Chart
+from binade.app.draw import plot, style
+from binade.app.draw.figure import Chart
 from binade.app.questions.what_if.compute import ERRORS, ScaleSweep
 from binade.quant.formats import FORMATS
 

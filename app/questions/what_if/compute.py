@@ -14,11 +14,11 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from binade.app import style
+from binade.app.draw import style
 from binade.app.questions.shared.distributions import Distribution, Pool, distribution_of
 from binade.app.questions.shared.rounded import NOT_RECORDED, Recorded
 from binade.collector.advice import scales
-from binade.data.evidence import spread_of
+from binade.data.compare.evidence import spread_of
 from binade.quant.blocks import energy, sample
 from binade.quant.metrics import Errors, score, sqnr_db, streamed_score
 from binade.quant.scaling import scale_nbytes

@@ -8,11 +8,10 @@ from typing import Any
 
 import pandas as pd
 
-from binade.app import budget, style
-from binade.app.control import Control
-from binade.app.figure import Column, Drawn, Figure, Item, Offers, Table, Text, source
-from binade.app.formatting import bytes_text
-from binade.app.params import One, Specs
+from binade.app.draw import style
+from binade.app.draw.control import Control
+from binade.app.draw.figure import Column, Drawn, Figure, Item, Offers, Table, Text, source
+from binade.app.draw.formatting import bytes_text
 from binade.app.questions.question import AS_OPERAND, Question
 from binade.app.questions.shared import distribution_charts, format_charts
 from binade.app.questions.shared.distributions import Distribution, log2_histogram
@@ -22,14 +21,16 @@ from binade.app.questions.shared.rounded import NOT_RECORDED, applied
 from binade.app.questions.shared.scope import Scope, scoped
 from binade.app.questions.shared.selection import Of, SelectedTensor, recorded_in
 from binade.app.questions.what_if import charts, compute
+from binade.app.view import budget
+from binade.app.view.params import One, Specs
 from binade.collector.advice import scales
-from binade.data import evidence
-from binade.data.catalog import Catalog, CatalogError
-from binade.data.evidence import Sentence, extreme, say, spread_of, together
-from binade.data.filter import Filter
-from binade.data.store import TensorFileError
-from binade.data.tensor_kinds import has_tokens
-from binade.data.text import number_text
+from binade.data.compare import evidence
+from binade.data.compare.evidence import Sentence, extreme, say, spread_of, together
+from binade.data.index.catalog import Catalog, CatalogError
+from binade.data.run.store import TensorFileError
+from binade.data.run.tensor_kinds import has_tokens
+from binade.data.words.filter import Filter
+from binade.data.words.text import number_text
 from binade.quant.elements import Overflow, RoundingMode
 from binade.quant.formats import FORMATS
 from binade.quant.metrics import METRICS

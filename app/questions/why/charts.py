@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from binade.app import plot, style
-from binade.app.figure import Chart
-from binade.app.params import Interval
+from binade.app.draw import plot, style
+from binade.app.draw.figure import Chart
 from binade.app.questions.shared.axes import Axes
 from binade.app.questions.shared.distribution_charts import explained
 from binade.app.questions.shared.heatmap import heatmap
 from binade.app.questions.why import compute
-from binade.data.evidence import SHARE
+from binade.app.view.params import Interval
+from binade.data.compare.evidence import SHARE
 from binade.quant.error_causes import CAUSES
 from binade.quant.specs import Spec
 

@@ -10,9 +10,9 @@ import numpy as np
 import pandas as pd
 from torch import Tensor
 
-from binade.app.params import Interval
 from binade.app.questions.shared.distributions import bars, half_binades
 from binade.app.questions.shared.rounded import MAX_SIDE, Subject
+from binade.app.view.params import Interval
 from binade.quant.elements import Element
 from binade.quant.error_causes import CAUSES, ErrorCauses, ScaleCost
 from binade.quant.statistics import cell_absmax

@@ -10,19 +10,19 @@ import numpy as np
 import pandas as pd
 from torch import Tensor
 
-from binade.app.control import Control
-from binade.app.figure import Column, Drawn, Facts, Figure, Item, Table, Text, grid
-from binade.app.params import Interval, Range, Whole
+from binade.app.draw.control import Control
+from binade.app.draw.figure import Column, Drawn, Facts, Figure, Item, Table, Text, grid
+from binade.app.draw.style import MEASURES, drag, power_of_two
 from binade.app.questions.question import AS_OPERAND, Question
 from binade.app.questions.shared.axes import KEY, Axes
 from binade.app.questions.shared.rounded import Subject, about_format, coordinates
 from binade.app.questions.shared.selection import Of, SelectedTensor
 from binade.app.questions.shared.unscaled import with_scale, with_scale_it_has
 from binade.app.questions.why import charts, compute
-from binade.app.style import MEASURES, drag, power_of_two
-from binade.data.evidence import SHARE, Measure, Sentence, exact, say, together
-from binade.data.tensor_kinds import has_tokens
-from binade.data.text import counted, number_text
+from binade.app.view.params import Interval, Range, Whole
+from binade.data.compare.evidence import SHARE, Measure, Sentence, exact, say, together
+from binade.data.run.tensor_kinds import has_tokens
+from binade.data.words.text import counted, number_text
 from binade.quant.error_causes import ErrorCauses
 from binade.quant.metrics import sqnr_db, streamed_score
 from binade.quant.statistics import outlier_ratio

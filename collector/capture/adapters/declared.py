@@ -35,7 +35,7 @@ from binade.collector.capture.adapters.products import (
 from binade.collector.capture.adapters.weights import MATMULS
 from binade.collector.models.parallel import Begin, Call
 from binade.collector.models.site import site
-from binade.data.tensor_kinds import LATER
+from binade.data.run.tensor_kinds import LATER
 from binade.quant.gemm import Observed, matmul
 
 Equations = str | Sequence[str]

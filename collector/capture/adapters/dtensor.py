@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from binade.collector.capture.adapters.layer import InstrumentError, is_a, weight_of
 from binade.collector.models.parallel import ColumnParallelLinear, RowParallelLinear, heads_shard, linear_shard
 from binade.collector.ranks import RankGroup
-from binade.data.columns import Shard
+from binade.data.run.columns import Shard
 
 
 def is_dtensor(x: object) -> bool:

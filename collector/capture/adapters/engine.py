@@ -30,7 +30,7 @@ from binade.collector.models.attention import CoreBegin
 from binade.collector.models.parallel import Begin, ColumnParallelLinear, RowParallelLinear, heads_shard, linear_shard
 from binade.collector.models.site import Site, site
 from binade.collector.ranks import RankGroup
-from binade.data.columns import Shard
+from binade.data.run.columns import Shard
 from binade.quant.gemm import Observed, Tap
 from binade.quant.memory import ordinary
 

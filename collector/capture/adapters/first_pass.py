@@ -30,7 +30,7 @@ from binade.collector.capture.adapters.layer import (
 )
 from binade.collector.capture.adapters.products import Interception, tensors_in
 from binade.collector.capture.adapters.weights import GROUPED, PRODUCTS, WeightNames, WeightSource, is_linear
-from binade.data.tensor_kinds import Product
+from binade.data.run.tensor_kinds import Product
 
 ATTENTION = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
 FLEX = "flex_attention"

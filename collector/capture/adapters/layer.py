@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from binade.collector.models.site import Site
-from binade.data.columns import Shard
-from binade.data.tensor_kinds import Product
-from binade.data.text import and_more
+from binade.data.run.columns import Shard
+from binade.data.run.tensor_kinds import Product
+from binade.data.words.text import and_more
 
 Detach = Callable[[], None]
 Attach = Callable[[Any], Detach]  # given what begins a call: for a core a CoreBegin, else a Begin

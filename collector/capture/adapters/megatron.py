@@ -38,7 +38,7 @@ from binade.collector.models.parallel import (
 )
 from binade.collector.models.site import HEAD, Site
 from binade.collector.ranks import RankGroup
-from binade.data.columns import Shard
+from binade.data.run.columns import Shard
 
 # Of a router under sequence parallelism, which multiplies a rank's tokens by a whole weight.
 TOKENS = {"a": "rows", "y": "rows", "grad": "rows", "grad_a": "rows", "grad_b": "partial"}

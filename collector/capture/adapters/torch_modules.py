@@ -41,7 +41,7 @@ from binade.collector.capture.adapters.products import names_in
 from binade.collector.capture.adapters.weights import NAMES, OWN_KERNELS, OwnProducts, functional_linear, is_linear
 from binade.collector.models.parallel import Begin
 from binade.collector.models.site import HEAD, path_parts, site
-from binade.data.tensor_kinds import ROUTER, SCALAR_GATE
+from binade.data.run.tensor_kinds import ROUTER, SCALAR_GATE
 
 ATTENTION = frozenset(("scaled_dot_product_attention", "flex_attention"))
 SHOWN = "coverage(..., batch=...) shows whether it is rounded"

@@ -13,7 +13,7 @@ from torch import Tensor
 from binade.collector.capture.kernel.operands import BatchAxis, KernelOperands, Orientation, ProductShape
 from binade.collector.capture.kernel.overrides import Compute
 from binade.collector.models.parallel import Call, add_bias
-from binade.data.tensor_kinds import Gemm
+from binade.data.run.tensor_kinds import Gemm
 from binade.quant import gemm
 from binade.quant.gemm import Observed, Tap
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from binade.collector.capture.kernel.weights import MatchedWeight, ModelWeights, memory
-from binade.data.tensor_kinds import Gemm
+from binade.data.run.tensor_kinds import Gemm
 
 ADDED = frozenset(("addmm", "baddbmm"))  # kernels that add a tensor, their first argument
 

@@ -41,7 +41,7 @@ from binade.collector.capture.kernel.weights import MatchedWeight, ModelWeights
 from binade.collector.capture.survey import ModuleHook, Survey
 from binade.collector.models.attention import CoreBegin
 from binade.collector.models.parallel import STACKED, Begin, Call
-from binade.data.tensor_kinds import Gemm
+from binade.data.run.tensor_kinds import Gemm
 from binade.quant.gemm import Observed, Tap
 from binade.quant.memory import is_ordinary
 

@@ -16,7 +16,7 @@ from torch._functorch import eager_transforms, vmap
 
 from binade.collector.capture.adapters.products import APPLY
 from binade.collector.capture.kernel.weights import MatchedWeight, Owner
-from binade.data.text import and_more
+from binade.data.words.text import and_more
 
 CALL = nn.Module._call_impl.__code__
 TRANSFORMS = (eager_transforms.__file__, vmap.__file__)

@@ -12,7 +12,7 @@ from pathlib import Path
 from binade.collector.errors import ConfigError
 from binade.collector.imports.readers.kind import Confidence, Kind, Start
 from binade.collector.imports.readers.series import Columns, Notes, Rows, Series, Window
-from binade.data.store import regular
+from binade.data.run.store import regular
 
 NAME = "tfevents"  # in the name of each event file
 VERSION = b"brain.Event:"  # in the first record

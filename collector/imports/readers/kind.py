@@ -19,7 +19,7 @@ from typing import Any
 
 from binade.collector.imports.readers.series import Columns, Conventions, Notes, Rows, Series
 from binade.collector.imports.readers.table import LossTable
-from binade.data.store import regular
+from binade.data.run.store import regular
 
 HEAD = 1 << 20  # bytes by which a file is recognized: some logs begin with the source of their program
 COLORS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # one pass: no character of it can begin another

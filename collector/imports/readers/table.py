@@ -29,10 +29,10 @@ from binade.collector.imports.readers.series import (
     step_of,
     windows_of,
 )
-from binade.data.text import counted
+from binade.data.words.text import counted
 
 BLANK = ("", "None")  # cells of rows without a loss
-MOST_STEPS = 3_000_000  # loss.jsonl is read as a whole: see data.store.MOST_BYTES
+MOST_STEPS = 3_000_000  # loss.jsonl is read as a whole: see data.run.store.MOST_BYTES
 MOST_ROWS = 4 * MOST_STEPS
 MOST_RUNS = 64  # in one log
 MOST_VALUES = 64  # of a column that may tell rows apart

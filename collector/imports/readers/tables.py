@@ -20,7 +20,7 @@ from binade.collector.imports.readers.numbers import number_of
 from binade.collector.imports.readers.series import LOSSES, STEPS, Columns, Notes, Rows, Series, listed
 from binade.collector.imports.readers.table import LossTable, has_columns, loss_names
 from binade.collector.imports.readers.text import csv_header, csv_rows, flat, text_lines
-from binade.data.store import regular
+from binade.data.run.store import regular
 
 BOUNDS = ("__MIN", "__MAX")  # of what a point of W&B's chart summarizes
 TIMES = "_timestamp"  # ends the column with the times of a series of SwanLab

@@ -11,7 +11,7 @@ from typing import Any
 
 from binade.collector.errors import ConfigError, raising
 from binade.collector.imports.readers.series import Notes, Rows
-from binade.data.store import read_file, regular
+from binade.data.run.store import read_file, regular
 
 LONGEST_LINE = 1 << 20
 LARGEST_JSON = 64 << 20

@@ -25,13 +25,13 @@ from binade.collector.imports.losses import find_logs
 from binade.collector.imports.readers.series import Columns
 from binade.collector.recipes.files import to_toml
 from binade.collector.recipes.parse import parse_recipe
-from binade.data.catalog import Catalog
-from binade.data.comparison import gradient_pairs
-from binade.data.filter import Filter
-from binade.data.loss_gaps import costs, loss_gaps, with_outcomes
-from binade.data.run_table import losses_of, runs_with_references
-from binade.data.runs import RunError, RunInfo, check_losses, list_runs, read_run, read_steps
-from binade.data.same_data import window_of
+from binade.data.compare.comparison import gradient_pairs
+from binade.data.compare.loss_gaps import costs, loss_gaps, with_outcomes
+from binade.data.compare.same_data import window_of
+from binade.data.index.catalog import Catalog
+from binade.data.index.run_table import losses_of, runs_with_references
+from binade.data.run.directory import RunError, RunInfo, check_losses, list_runs, read_run, read_steps
+from binade.data.words.filter import Filter
 from tests.compared import compared, gaps_of, printed
 
 VOCAB, WIDTH = 48, 32

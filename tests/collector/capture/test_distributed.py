@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from binade.collector import instrument
 from binade.collector.capture.adapters.layer import InstrumentError, is_instrumented
-from binade.data.catalog import Catalog
+from binade.data.index.catalog import Catalog
 from tests.collector.forked import forked
 from tests.collector.instrumented import CORE, LINEAR, Recorder, linear_products, names, same, score_products
 from tests.conftest import MadeOnce

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from binade.collector import coverage, instrument
 from binade.collector.capture.adapters.layer import InstrumentError
 from binade.collector.recipes.parse import parse_recipe
-from binade.data.catalog import Catalog
+from binade.data.index.catalog import Catalog
 from tests.collector.instrumented import CORE, LINEAR, Recorder, names, rounded, rows, state, value
 
 pytestmark = pytest.mark.slow

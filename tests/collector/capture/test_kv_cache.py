@@ -25,7 +25,7 @@ from binade.collector.models.registry import MODELS
 from binade.collector.recipes.files import from_toml, to_toml
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import Recipe, RecipeError
-from binade.data.experiment import NONE, EffectGroup
+from binade.data.run.experiment import NONE, EffectGroup
 from tests.collector.experiment.policies import gaps, treatment
 from tests.collector.experiment.test_effects import evaluate
 from tests.collector.instrumented import rows

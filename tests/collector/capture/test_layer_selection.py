@@ -11,7 +11,7 @@ import torch
 from binade.collector import Recorder, instrument
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import Recipe
-from binade.data.catalog import Catalog
+from binade.data.index.catalog import Catalog
 from tests.collector.small_model import Hooks, build, check_errors, gradients, step
 
 

@@ -39,9 +39,9 @@ from binade.collector.capture.adapters.layer import InstrumentError
 from binade.collector.models.model import GPTModel as OurModel
 from binade.collector.models.registry import MODELS
 from binade.collector.models.shape import Shape
-from binade.data.catalog import Catalog
-from binade.data.events import read_events
-from binade.data.runs import DONE, list_runs
+from binade.data.index.catalog import Catalog
+from binade.data.run.directory import DONE, list_runs
+from binade.data.run.events import read_events
 from tests.collector.instrumented import (
     CORE,
     LINEAR,

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from binade.data.catalog import Catalog
+from binade.data.index.catalog import Catalog
 from tests.collector.instrumented import LINEAR, linear_products, names, rows
 from tests.conftest import PROJECT, start_python
 

@@ -12,7 +12,7 @@ from binade.collector import Recorder, instrument
 from binade.collector.capture.adapters.megatron import layer_number
 from binade.collector.capture.adapters.torch_modules import parent_of
 from binade.collector.capture.survey import InstrumentError
-from binade.data.catalog import Catalog
+from binade.data.index.catalog import Catalog
 
 NAMES = ("fc1.0", "blocks.0.fc2", "a", "..", ".x", "y.", "experts.3.w")
 

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from binade import quant
-from binade.app.view import View
+from binade.app.view.view import View
 from binade.collector import Recorder, instrument
 from binade.collector.capture.optimizer_updates import muon_update, orthogonalized
 from binade.collector.recipes.files import from_toml, to_toml
 from binade.collector.recipes.recipe import RecipeError
-from binade.data.catalog import Catalog
-from binade.data.tensor_kinds import Other, tensor_names
+from binade.data.index.catalog import Catalog
+from binade.data.run.tensor_kinds import Other, tensor_names
 from binade.quant.low_rank import companded_int4, muonq
 from tests.collector.instrumented import rows
 from tests.collector.probes.test_optimizer_state import FP8, ROUND, STEPS, recipe, steps, train

@@ -10,7 +10,7 @@ import torch
 from binade.collector import Recorder, instrument
 from binade.collector.models.model import GPTModel
 from binade.collector.models.parallel import ParallelLinear
-from binade.data.catalog import Catalog
+from binade.data.index.catalog import Catalog
 from tests.collector.small_model import SCORES, build, gradients, loss, step
 
 pytestmark = pytest.mark.slow

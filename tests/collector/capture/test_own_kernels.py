@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_map
 
 from binade.collector import coverage, instrument
 from binade.collector.capture.adapters.layer import InstrumentError
-from binade.data.events import read_events
-from binade.data.runs import list_runs
+from binade.data.run.directory import list_runs
+from binade.data.run.events import read_events
 from binade.quant import fake_quantize
 from tests.collector.instrumented import LINEAR, Recorder, names, rows, same, value
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from binade.collector import instrument
 from binade.collector.capture.adapters.layer import InstrumentError
-from binade.data.runs import list_runs
+from binade.data.run.directory import list_runs
 from tests.collector.instrumented import Recorder, rows, same
 
 RECIPE = "linear_mxfp4(rounding=stochastic)"

@@ -20,9 +20,9 @@ from binade.collector.advice.advice import AdviceRequest, Operands, advise
 from binade.collector.capture.adapters.layer import InstrumentError
 from binade.collector.recipes.files import from_toml, to_toml
 from binade.collector.recipes.parse import parse_recipe
-from binade.data.catalog import Catalog
-from binade.data.effects import EffectGroup
-from binade.data.filter import Filter
+from binade.data.index.catalog import Catalog
+from binade.data.run.effects import EffectGroup
+from binade.data.words.filter import Filter
 from binade.quant import fake_quantize
 from binade.quant.metrics import score
 from tests.collector.effect_rows import effect

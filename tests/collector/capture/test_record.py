@@ -15,8 +15,8 @@ from binade import quant
 from binade.collector import Recorder, instrument
 from binade.collector.capture.recorder import RecorderError
 from binade.collector.errors import ConfigError
-from binade.data.catalog import Catalog
-from binade.data.tensor_kinds import Operation, Phase
+from binade.data.index.catalog import Catalog
+from binade.data.run.tensor_kinds import Operation, Phase
 from tests.collector.instrumented import rows
 
 NORM = {"layer": 3, "module": "norm", "operation": "forward", "phase": "post"}

@@ -14,9 +14,9 @@ from binade import quant
 from binade.collector import Recorder, instrument
 from binade.collector.models.model import GPTModel
 from binade.collector.models.parallel import ParallelLinear
-from binade.data.catalog import Catalog
-from binade.data.filter import Filter
-from binade.data.tensor_kinds import MAPS
+from binade.data.index.catalog import Catalog
+from binade.data.run.tensor_kinds import MAPS
+from binade.data.words.filter import Filter
 from binade.quant.metrics import errors
 from tests.collector.small_model import SCORES, SHAPE, Hooks, build, check_errors, step
 

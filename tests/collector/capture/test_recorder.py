@@ -19,9 +19,9 @@ from binade.collector.capture.adapters.layer import InstrumentError
 from binade.collector.capture.measure import Measurer
 from binade.collector.capture.recorder import RecorderError
 from binade.collector.errors import ConfigError
-from binade.data import merge
-from binade.data.catalog import Catalog
-from binade.data.runs import CANCELLED, DONE, FAILED, read_run
+from binade.data.index.catalog import Catalog
+from binade.data.run import merge
+from binade.data.run.directory import CANCELLED, DONE, FAILED, read_run
 from binade.quant.formats import UnknownFormatError
 from tests.collector.small_model import build, loss, step
 

@@ -19,9 +19,9 @@ from binade.collector.capture.reduction import reduced
 from binade.collector.models.parallel import RowParallelLinear
 from binade.collector.models.site import Site
 from binade.collector.ranks import RankGroup, Ranks
-from binade.data.catalog import Catalog
-from binade.data.columns import Shard
-from binade.data.filter import Filter
+from binade.data.index.catalog import Catalog
+from binade.data.run.columns import Shard
+from binade.data.words.filter import Filter
 from binade.quant import fake_quantize
 from tests.conftest import MadeOnce
 from tests.data.builder import row

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from binade.collector import Recorder, instrument
-from binade.data.runs import read_run
+from binade.data.run.directory import read_run
 from tests.collector.instrumented import rows
 
 TOKENS = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(1))

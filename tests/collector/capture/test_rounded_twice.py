@@ -15,8 +15,8 @@ from torch import Tensor
 from binade.collector import Recorder, instrument
 from binade.collector.models.model import GPTModel
 from binade.collector.models.registry import MODELS
-from binade.data.catalog import Catalog
-from binade.data.filter import Filter
+from binade.data.index.catalog import Catalog
+from binade.data.words.filter import Filter
 from binade.quant import fake_quantize
 from binade.quant.gemm import Observed, Rounding, linear
 from binade.quant.specs import GemmFormats, Spec

@@ -8,9 +8,9 @@ from collections import Counter
 import pandas as pd
 import pytest
 
-from binade.data.catalog import Catalog
-from binade.data.filter import Filter
-from binade.data.runs import DONE, read_losses
+from binade.data.index.catalog import Catalog
+from binade.data.run.directory import DONE, read_losses
+from binade.data.words.filter import Filter
 
 pytestmark = pytest.mark.slow
 

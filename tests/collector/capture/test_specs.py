@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 from binade.collector import Recorder, instrument
 from binade.collector.capture.clock import seed_of
 from binade.collector.recipes.parse import parse_recipe
-from binade.data.catalog import Catalog
-from binade.data.text import plain_name
+from binade.data.index.catalog import Catalog
+from binade.data.words.text import plain_name
 from binade.quant import fake_quantize, score
 from binade.quant.specs import SpecError
 from binade.terminal import names

@@ -17,8 +17,8 @@ from binade import quant
 from binade.collector import Recorder, instrument
 from binade.collector.models.model import GPTModel
 from binade.collector.models.registry import MODELS
-from binade.data.catalog import Catalog
-from binade.data.tensor_kinds import Other, tensor_names
+from binade.data.index.catalog import Catalog
+from binade.data.run.tensor_kinds import Other, tensor_names
 from tests.collector.instrumented import rows, same
 from tests.collector.small_model import build, loss
 

@@ -19,7 +19,7 @@ from binade import collector
 from binade.collector import Watch, coverage, instrument
 from binade.collector.capture.adapters import torch_modules
 from binade.collector.capture.adapters.layer import InstrumentError
-from binade.data.runs import list_runs
+from binade.data.run.directory import list_runs
 from tests.collector.instrumented import (
     CORE,
     FORWARD_LINEAR,

@@ -18,7 +18,7 @@ from binade.collector import Recorder, coverage, instrument
 from binade.collector.capture.survey import survey
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.selection import SiteSelection
-from binade.data.catalog import Catalog
+from binade.data.index.catalog import Catalog
 
 
 class Block(nn.Module):

@@ -23,8 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 from binade import collector, quant
 from binade.collector import InstrumentError, coverage, instrument
-from binade.data.events import read_events
-from binade.data.runs import list_runs
+from binade.data.run.directory import list_runs
+from binade.data.run.events import read_events
 from binade.quant import fake_quantize
 from tests.collector.instrumented import Recorder, rows
 

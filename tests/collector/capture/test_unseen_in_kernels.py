@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from binade.collector import instrument
 from binade.collector.capture.adapters.layer import InstrumentError
 from binade.collector.capture.kernel import products as of_kernels
-from binade.data.events import read_events
-from binade.data.runs import list_runs
+from binade.data.run.directory import list_runs
+from binade.data.run.events import read_events
 from binade.quant import fake_quantize
 from tests.collector.instrumented import Recorder
 

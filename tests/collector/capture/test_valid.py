@@ -14,9 +14,9 @@ from binade import quant
 from binade.collector import Recorder, instrument
 from binade.collector.capture.adapters.layer import InstrumentError
 from binade.collector.errors import ConfigError
-from binade.data.catalog import Catalog
-from binade.data.notes import notes
-from binade.data.tensor_kinds import MAPS
+from binade.data.index.catalog import Catalog
+from binade.data.run.notes import notes
+from binade.data.run.tensor_kinds import MAPS
 from binade.quant import metrics
 from binade.quant.specs import Spec
 from tests.collector.instrumented import rows

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from binade.collector import Recorder, Watch, instrument
-from binade.data.events import read_events
+from binade.data.run.events import read_events
 from tests.collector.instrumented import rows, value
 from tests.collector.small_model import batch, build
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from binade.collector import Recorder, Watch, instrument
 from binade.collector.models.model import GPTModel
-from binade.data.events import Event, EventKind, read_events
+from binade.data.run.events import Event, EventKind, read_events
 from binade.quant.blocks import look
 from tests.collector.capture.test_step import SHAPE
 from tests.collector.instrumented import rows

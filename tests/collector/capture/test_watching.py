@@ -14,9 +14,9 @@ import torch
 from binade.collector import Recorder, Watch, instrument
 from binade.collector.capture.monitor import Monitor
 from binade.collector.errors import ConfigError
-from binade.data.catalog import Catalog
-from binade.data.events import EventKind, read_events
-from binade.data.runs import read_status
+from binade.data.index.catalog import Catalog
+from binade.data.run.directory import read_status
+from binade.data.run.events import EventKind, read_events
 from tests.collector.small_model import build, end_step, loss
 from tests.conftest import PROJECT
 

@@ -19,10 +19,10 @@ from binade.collector.capture import writing
 from binade.collector.capture.instrument import instrument
 from binade.collector.capture.recorder import Recorder
 from binade.collector.capture.writing import OVERHEAD, Pending, Writing
-from binade.data.columns import Identity, TensorRow
-from binade.data.runs import RunWriter, read_status
-from binade.data.segment import segment_names
-from binade.data.tensor_files import load
+from binade.data.run.columns import Identity, TensorRow
+from binade.data.run.directory import RunWriter, read_status
+from binade.data.run.segment import segment_names
+from binade.data.run.tensor_files import load
 from binade.quant.summary import summarize
 from tests.collector.small_model import batch, build
 from tests.interrupts import interrupted

@@ -17,8 +17,8 @@ from binade.collector.models.registry import MODELS
 from binade.collector.recipes.recipe import OPERANDS, TEN_RECIPES
 from binade.collector.training.config import RunConfig
 from binade.collector.training.plan import plan
-from binade.data.runs import RunWriter, list_runs, read_steps
-from binade.data.tensor_kinds import tensor_names
+from binade.data.run.directory import RunWriter, list_runs, read_steps
+from binade.data.run.tensor_kinds import tensor_names
 from binade.quant.formats import FORMATS
 from tests.conftest import PROJECT, ended, run_collector, start_python
 

@@ -18,11 +18,11 @@ import scipy.stats
 import torch
 from markdown_it import MarkdownIt
 
-from binade.app.view import View
+from binade.app.view.view import View
 from binade.cli import main
-from binade.data.catalog import Catalog
-from binade.data.rounding_alone import RoundingAlone
-from binade.data.runs import CRASHED, DONE, FAILED, RUNNING, RunWriter
+from binade.data.index.catalog import Catalog
+from binade.data.run.directory import CRASHED, DONE, FAILED, RUNNING, RunWriter
+from binade.data.run.rounding_alone import RoundingAlone
 from binade.quant import fake_quantize
 from tests.compared import compared, gaps_of
 from tests.compared import printed as text_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from binade.data.events import Event, EventKind, append_event, read_events
+from binade.data.run.events import Event, EventKind, append_event, read_events
 
 EVENT = Event(
     EventKind.TRIGGER, 7, "layer1.fc1 input: absmax is 9, above 8", "2026-01-01T00:00:00+00:00", trigger="absmax > 8"

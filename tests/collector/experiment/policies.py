@@ -10,9 +10,9 @@ from binade.collector.experiment.experiment import parity_treatments
 from binade.collector.experiment.runner import run_treatments
 from binade.collector.experiment.treatments import BY, Treatment, base_of, replayed, treatments_of
 from binade.collector.recipes.recipe import Recipe
-from binade.data.experiment import EffectGroup, TreatmentKey
-from binade.data.parity_results import Gap, gaps_of
-from binade.data.routing import Routing, routing_of
+from binade.data.compare.routing import Routing, routing_of
+from binade.data.run.experiment import EffectGroup, TreatmentKey
+from binade.data.run.parity_results import Gap, gaps_of
 
 
 def treatment(evaluator: Evaluator, recipe: Recipe, group: EffectGroup) -> Treatment:

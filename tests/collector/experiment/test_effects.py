@@ -19,9 +19,9 @@ from binade.collector.experiment.evaluator import BlockOutputs, evaluator_of
 from binade.collector.experiment.treatments import BY, Treatment, recipes_of, treatments_of
 from binade.collector.models.site import Site
 from binade.collector.recipes.files import from_toml
-from binade.data.experiment import NONE, EffectGroup, experiment_files
-from binade.data.runs import list_runs
-from binade.data.tensor_kinds import Product
+from binade.data.run.directory import list_runs
+from binade.data.run.experiment import NONE, EffectGroup, experiment_files
+from binade.data.run.tensor_kinds import Product
 from tests.collector.experiment.policies import treatment
 from tests.collector.small_model import batch, build
 

@@ -19,9 +19,9 @@ from binade.collector.experiment.evaluator import evaluator_of
 from binade.collector.recipes.files import from_toml
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import Recipe
-from binade.data.experiment import EffectGroup, experiment_files
-from binade.data.parity_results import Gap, read_parity
-from binade.data.runs import list_runs
+from binade.data.run.directory import list_runs
+from binade.data.run.experiment import EffectGroup, experiment_files
+from binade.data.run.parity_results import Gap, read_parity
 from tests.collector.cli.test_cli import one_line
 from tests.collector.experiment.policies import gaps
 from tests.collector.small_model import batch, build

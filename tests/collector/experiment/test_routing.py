@@ -26,10 +26,10 @@ from binade.collector.models.feedforward import MixtureOfExperts
 from binade.collector.models.model import GPTModel
 from binade.collector.models.registry import MODELS
 from binade.collector.recipes.parse import parse_recipe
-from binade.data import routing as definitions
-from binade.data.parity_results import read_parity
-from binade.data.routing import Routing
-from binade.data.runs import list_runs
+from binade.data.compare import routing as definitions
+from binade.data.compare.routing import Routing
+from binade.data.run.directory import list_runs
+from binade.data.run.parity_results import read_parity
 from tests.collector.experiment.policies import routing
 
 SHAPE = replace(

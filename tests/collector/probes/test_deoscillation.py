@@ -15,7 +15,7 @@ from binade.collector.capture.adapters.layer import InstrumentError
 from binade.collector.probes.deoscillation import Weight
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import Deoscillation
-from binade.data.events import EventKind, read_events
+from binade.data.run.events import EventKind, read_events
 from binade.quant.quantizer import fake_quantize
 from binade.quant.specs import Spec
 from tests.collector.small_model import build, step

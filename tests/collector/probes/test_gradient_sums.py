@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from binade.collector import Recorder, instrument
-from binade.data.events import EventKind, read_events
+from binade.data.run.events import EventKind, read_events
 from tests.collector.instrumented import rows
 
 BATCHES = 5

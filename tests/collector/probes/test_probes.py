@@ -16,8 +16,8 @@ from binade.collector.errors import ConfigError
 from binade.collector.models.site import Site
 from binade.collector.probes import registry
 from binade.collector.probes.probe import Finding, Probe
-from binade.data.events import read_events
-from binade.data.runs import list_runs
+from binade.data.run.directory import list_runs
+from binade.data.run.events import read_events
 from tests.collector.instrumented import Recorder, rows
 from tests.conftest import PROJECT
 

@@ -19,9 +19,9 @@ from binade.collector.capture.adapters.products import tensors_in
 from binade.collector.models.model import GPTModel
 from binade.collector.models.registry import MODELS
 from binade.collector.probes import provenance
-from binade.data.events import read_events
-from binade.data.segment import read_tables
-from binade.data.tensor_files import load
+from binade.data.run.events import read_events
+from binade.data.run.segment import read_tables
+from binade.data.run.tensor_files import load
 from tests.collector.small_model import batch, build, end_step
 
 pytestmark = pytest.mark.slow
@@ -179,7 +179,7 @@ def test_overflow_of_a_format(tmp_path, monkeypatch, recipe, dtype, waits):
     inputs = []
     model.second.register_forward_pre_hook(lambda module, args: inputs.append(args[0].detach()))
     assert culprits(tmp_path, model, [run, run], recipe) == ["second", "second"]
-    from binade.data.catalog import Catalog  # not where only a GPU is
+    from binade.data.index.catalog import Catalog  # not where only a GPU is
 
     with Catalog.open(tmp_path) as catalog:
         rows = catalog.tensors().set_index("tensor_name")

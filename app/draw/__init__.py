@@ -1,0 +1,1 @@
+"""Charts and tables: drawn from data, shown on a page, exported."""

@@ -1,0 +1,1 @@
+"""What a page, a link and a pin share: the view and its parameters. No Streamlit."""

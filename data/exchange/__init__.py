@@ -1,0 +1,1 @@
+"""What leaves a root and comes into it: bundles, exports, files of other tools."""

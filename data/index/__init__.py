@@ -1,0 +1,1 @@
+"""The DuckDB index over a root, and its queries."""

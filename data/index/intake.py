@@ -1,0 +1,573 @@
+"""Updates the index from the run directories, for `Catalog.sync`.
+
+Segments never change once they are published, so each is read once, and many are added in one transaction. A run that
+has ended costs one `stat` of each of its files and segments, to see that nothing has changed.
+
+A run with a damaged or missing segment is left out: only its row in the table `run` exists, with the reason.
+
+Sketches are also summed up in advance, over the fields that queries use least: see CUBES.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from binade.data.index.sketches import PLACED, places, sketches
+from binade.data.index.tables import INDEX_TABLES
+from binade.data.run.directory import (
+    RUNNING,
+    NotBegunError,
+    RunError,
+    RunInfo,
+    check_losses,
+    first_step,
+    read_notes,
+    read_run,
+    run_names,
+)
+from binade.data.run.effects import effect_rows
+from binade.data.run.events import check_events
+from binade.data.run.experiment import EXPERIMENT, FORMER, check_experiment, experiment_files
+from binade.data.run.held_out import FILE as HELD_OUT
+from binade.data.run.held_out import check_held_out
+from binade.data.run.segment import MERGED, SegmentError, read_manifest, read_tables, segment_names
+from binade.data.run.twin import FILE as TWINS
+from binade.data.run.twin import check_twins
+from binade.data.words.filter import FIELDS
+from binade.data.words.text import describe
+
+T = TypeVar("T")
+BATCH = 1 << 13  # tensors that are held in memory and added in one transaction
+TAIL = 1 << 13  # tensors that are added before they are summed up
+# What is summed up, each time with the fields that its rows keep apart.
+CUBES = {
+    name: tuple(field for field in (*FIELDS, "format") if field not in left_out)
+    for name, left_out in {
+        "place": {"iteration", "micro_batch", "rank"},
+        "history": {"layer_index", "module", "expert", "micro_batch", "rank"},
+    }.items()
+}
+SEGMENT = ("number", "run_id", "name", "mtime_ns", "shift", "sketch_rows")  # columns of the table
+SUMS = "sum(count)::BIGINT AS count"  # adds up the rows of sketches
+SCHEMA = Path(__file__).with_name("schema.sql")
+ATTEMPTS = 5  # to list a run's segments while they are merged
+RECENT = 2.0  # seconds: a file that changed this recently may change again without a new modification time
+# DuckDB's errors for rows that it rejects. Other errors concern the index.
+DATA_ERRORS = (duckdb.DataError, duckdb.IntegrityError, duckdb.InvalidInputException, duckdb.OutOfMemoryException)
+
+
+def schema() -> str:
+    """The SQL that makes the tables of an empty index. A row of a cube holds the fields that some tensors have in
+    common; <cube>_sketch has the sums of their sketches, in one or several rows per bin."""
+    cubes = []
+    for name, fields in CUBES.items():
+        cubes.append(f"CREATE TABLE {name} AS SELECT key, {', '.join(fields)} FROM tensor;")
+        cubes.append(f"CREATE TABLE {name}_sketch AS SELECT key, bin, {SUMS} FROM sketch GROUP BY ALL;")
+        cubes.append(f"INSERT INTO cube VALUES ('{name}', 0, 0, 0, 0);")
+    tables = [table.sql for table in INDEX_TABLES.values()]
+    return "\n".join([*tables, SCHEMA.read_text(encoding="utf-8"), *cubes, "DROP TABLE sketch;"])
+
+
+def same(a: str, b: str, fields: Iterable[str]) -> str:
+    """The condition that rows of two tables have the same values, or none, in these fields."""
+    return " AND ".join(f"{a}.{name} IS NOT DISTINCT FROM {b}.{name}" for name in fields)
+
+
+@dataclass(frozen=True)
+class _OnDisk:
+    """A run as found on disk: its segments with their modification times, and a mark that shows whether it has
+    changed."""
+
+    run: RunInfo
+    segments: dict[str, int]
+    mark: tuple[int, ...] | None
+
+    @property
+    def settled(self) -> bool:
+        """Whether any change would change its mark."""
+        return self.mark is not None and self.run.status.state != RUNNING
+
+
+@dataclass(frozen=True)
+class _Damage:
+    """Why a run is left out: a segment is damaged or, if None, missing. seen: the result of `_seen` at that time; the
+    segments are read again once it differs, or at the next call if it is None."""
+
+    reason: str
+    segment: str | None
+    seen: Hashable
+
+
+class Intake:
+    """Adds new runs and segments of a root to its index. `refused`: what the last call skipped, with the reason;
+    `idle`: whether it found no changes."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.refused: list[str] = []  # replaced as a whole: pages read it while a call fills the next one
+        self._skipped: list[str] = []
+        self._settled: dict[str, _OnDisk] = {}
+        self._found: Set[str] | None = None  # the runs that the last call found, None if it did not end
+        self._damaged: dict[str, _Damage] = {}
+        self._vanished = False  # whether a segment was deleted before the last call could read it
+        self.idle = False
+
+    def catch_up(self, cursor: duckdb.DuckDBPyConnection, changing: Callable[[], None]) -> int:
+        """Add new segments, update the rows of runs and remove deleted runs; returns the number of segments added.
+        changing: called before anything is written.
+
+        Raises duckdb.Error if the index cannot be read or written; the index is then unchanged or partly updated.
+        """
+        self._skipped, self._vanished = [], False
+        before, self._settled = self._settled, {}
+        names, self._found = self._found, None
+        unchanged, changed = self._look(before)
+        self.idle = not changed and unchanged.keys() == names
+        if self.idle:
+            self._settled, self._found, self.refused = unchanged, names, self._skipped
+            return 0
+        changing()
+        known: dict[str, dict[str, int]] = {}
+        for run_id, name, mtime in cursor.execute(
+            "SELECT run_id, segment.name, mtime_ns FROM run FULL JOIN segment USING (run_id)"
+        ).fetchall():
+            known.setdefault(run_id, {})[name] = mtime
+        for run_id in known.keys() - unchanged.keys() - changed.keys():
+            _drop(cursor, run_id)
+        for run_id, on_disk in changed.items():
+            taken = known.get(run_id, {})
+            _take_over(cursor, on_disk, taken)
+            if any(on_disk.segments.get(name) != mtime for name, mtime in taken.items() if name):
+                _drop(cursor, run_id)  # replaced or deleted on disk: index the run again
+                del known[run_id]
+        self._damaged = {
+            run_id: damage
+            for run_id, damage in self._damaged.items()
+            if run_id in changed and damage.seen is not None and damage.seen == _seen(changed[run_id], damage.segment)
+        }
+        still = set(self._damaged)
+        incomplete = self._write_runs(cursor, [on_disk.run for on_disk in changed.values()])
+        for run_id in incomplete & known.keys():
+            _drop(cursor, run_id)
+        new = [
+            (on_disk, name, mtime)
+            for run_id, on_disk in changed.items()
+            for name, mtime in on_disk.segments.items()
+            if run_id not in incomplete | still and name not in known.get(run_id, {})
+        ]
+        added = 0
+        for batch in self._read(new):
+            taken_in = _at_once(cursor, batch, _add, lambda segment, error: self._refuse(segment, error, changed))
+            added += len(taken_in)
+        _sum_up(cursor, self.root)
+        if self._vanished:  # merged, or deleted with its run: look again, before rows are missed
+            self._damaged = {run_id: damage for run_id, damage in self._damaged.items() if run_id in still}
+            return added + self.catch_up(cursor, changing)
+        self._count(cursor, [on_disk for run_id, on_disk in changed.items() if run_id not in incomplete])
+        for run_id in self._damaged.keys() - still:
+            _drop(cursor, run_id)
+            _put_runs(cursor, [[*_run_row(changed[run_id].run), self._damaged[run_id].reason]])
+        self._skipped += [damage.reason for damage in self._damaged.values()]
+        self._settled = unchanged | {
+            run_id: on_disk
+            for run_id, on_disk in changed.items()
+            if on_disk.settled and run_id not in incomplete and run_id not in self._damaged
+        }
+        self._found, self.refused = unchanged.keys() | changed.keys(), self._skipped
+        return added
+
+    def _count(self, cursor: duckdb.DuckDBPyConnection, runs: list[_OnDisk]) -> None:
+        """Mark the runs that lack a segment, or for which the index has fewer tensors than their status says."""
+        counted = [
+            on_disk for on_disk in runs if on_disk.run.missing((), -1) and on_disk.run.run_id not in self._damaged
+        ]
+        rows = cursor.execute(
+            "SELECT run_id, count(*) FROM tensor WHERE run_id IN (SELECT unnest(?)) GROUP BY run_id",
+            [[on_disk.run.run_id for on_disk in counted]],
+        ).fetchall()
+        for on_disk in counted:
+            run_id = on_disk.run.run_id
+            if missing := on_disk.run.missing(on_disk.segments, dict(rows).get(run_id, 0)):
+                self._damaged[run_id] = _Damage(f"{run_id} is damaged: {missing}", None, _seen(on_disk, None))
+
+    def _look(self, before: dict[str, _OnDisk]) -> tuple[dict[str, _OnDisk], dict[str, _OnDisk]]:
+        """The runs on disk by name: the unchanged ones, and the others, oldest first."""
+        unchanged, changed = {}, []
+        for name in run_names(self.root):
+            on_disk = before.get(name)
+            if on_disk and on_disk.mark == _mark(f"{self.root}/{name}", on_disk.segments):
+                unchanged[name] = on_disk
+                continue
+            directory = self.root / name
+            for _ in range(ATTEMPTS):
+                try:
+                    changed.append(self._on_disk(directory))
+                except NotBegunError:
+                    pass
+                except RunError as error:
+                    self._skipped.append(str(error))
+                except FileNotFoundError:
+                    continue  # segments were merged, or the run was deleted in the meantime
+                except OSError as error:  # the directory of another user
+                    self._skipped.append(f"{name} cannot be read: {describe(error)}")
+                break
+        changed.sort(key=lambda on_disk: (str(on_disk.run.config.get("started")), on_disk.run.run_id))
+        return unchanged, {on_disk.run.run_id: on_disk for on_disk in changed}
+
+    def _on_disk(self, directory: Path) -> _OnDisk:
+        """Raises RunError, and FileNotFoundError if a segment is deleted in the meantime."""
+        # The mark comes first, so that later changes are noticed next time. The segments come last, since a run that
+        # ends meanwhile may have published some that its status counts.
+        mark = _mark(str(directory), segment_names(directory))
+        run = read_run(directory)
+        segments = {name: os.stat(directory / "segments" / name).st_mtime_ns for name in run.segments}
+        what = "events"
+        try:
+            check_events(directory)
+            what = "name and note"
+            run = replace(run, notes=read_notes(directory))
+        except (OSError, ValueError) as error:
+            self._skipped.append(f"the {what} of {directory.name} are not shown: {describe(error)}")
+            mark = None  # it is reported again next time
+        checks = {
+            "losses": check_losses,
+            "twin steps": check_twins,
+            "held-out evaluations": check_held_out,
+            "results": check_experiment,
+        }
+        for what, check in checks.items() if run.status.state != RUNNING else ():
+            try:
+                check(directory)
+            except (RunError, OSError) as error:
+                self._skipped.append(f"some {what} of {directory.name} are not shown: {describe(error)}")
+                mark = None
+        return _OnDisk(run, segments, mark)
+
+    def _write_runs(self, cursor: duckdb.DuckDBPyConnection, runs: list[RunInfo]) -> set[str]:
+        """Update the rows of runs that differ from the index. Returns the ids of runs that cannot be written."""
+        stored = {row[0]: list(row) for row in cursor.execute("FROM run").fetchall()} if runs else {}
+        rows: list[list[Any]] = []
+        refused: set[str] = set()
+
+        def refuse(run_id: str, error: Exception) -> None:
+            self._skipped.append(f"{run_id!a} cannot be indexed: {describe(error)}")
+            refused.add(run_id)
+
+        for run in runs:
+            try:
+                damage = self._damaged.get(run.run_id)
+                row = [*_run_row(run), damage.reason if damage else None]
+            except (ValueError, TypeError) as error:
+                refuse(run.run_id, error)
+            else:
+                if row != stored.get(run.run_id):
+                    rows.append(row)
+        _at_once(cursor, rows, _put_runs, lambda row, error: refuse(row[0], error))
+        _put_effects(cursor, [run for run in runs if run.run_id not in refused])
+        return refused
+
+    def _read(self, new: Iterable[tuple[_OnDisk, str, int]]) -> Iterator[list[_Segment]]:
+        """Read segments, given as (run, name, modification time), in batches. A damaged run is not read further."""
+        batch: list[_Segment] = []
+        size = 0
+        for on_disk, name, mtime in new:
+            run = on_disk.run
+            if run.run_id in self._damaged:
+                continue
+            segment = _Segment(run.run_id, name, mtime, {})
+            directory = run.directory / "segments" / name
+            try:
+                segment.tables.update(read_tables(directory, run.manifest_of(name)))
+                at = places(segment.tables.pop("sketch"), len(segment.tables["tensor"]))
+                for column in at.column_names:
+                    segment.tables["tensor"] = segment.tables["tensor"].append_column(column, at[column])
+            except (OSError, ValueError, TypeError, MemoryError, pa.ArrowException) as error:
+                if directory.exists():
+                    self._refuse(segment, error, {run.run_id: on_disk})
+                else:
+                    self._vanished = True
+                continue
+            batch.append(segment)
+            size += len(segment.tables["tensor"])
+            if size >= BATCH:
+                yield batch
+                batch, size = [], 0
+        if batch:
+            yield batch
+
+    def _refuse(self, segment: _Segment, error: Exception, runs: Mapping[str, _OnDisk]) -> None:
+        reason = f"segment {segment.run_id}/{segment.name} is damaged: {describe(error)}"
+        lasting = isinstance(error, (SegmentError, FileNotFoundError, duckdb.IntegrityError, pa.ArrowInvalid))
+        seen = _seen(runs[segment.run_id], segment.name) if lasting else None
+        self._damaged.setdefault(segment.run_id, _Damage(reason, segment.name, seen))
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """A segment that was read, see `segment.read_tables`, with the places of its sketches instead of the sketches."""
+
+    run_id: str
+    name: str
+    mtime: int
+    tables: dict[str, pa.Table]
+
+
+@contextmanager
+def transaction(cursor: duckdb.DuckDBPyConnection) -> Iterator[None]:
+    cursor.execute("BEGIN")
+    try:
+        yield
+    except BaseException:
+        cursor.execute("ROLLBACK")
+        raise
+    cursor.execute("COMMIT")
+
+
+def _at_once(
+    cursor: duckdb.DuckDBPyConnection,
+    batch: list[T],
+    write: Callable[[duckdb.DuckDBPyConnection, list[T]], None],
+    refuse: Callable[[T, Exception], None],
+) -> list[T]:
+    """Write a batch in one transaction or, if that fails, one item at a time. Returns the items written."""
+    if not batch:
+        return []
+    try:
+        with transaction(cursor):
+            write(cursor, batch)
+        return batch
+    except (*DATA_ERRORS, pa.ArrowException, ValueError, TypeError, OverflowError) as error:
+        if len(batch) == 1:
+            refuse(batch[0], error)
+            return []
+    return [entry for one in batch for entry in _at_once(cursor, [one], write, refuse)]
+
+
+def _take_over(cursor: duckdb.DuckDBPyConnection, on_disk: _OnDisk, taken: dict[str, int]) -> None:
+    """Assign the rows of indexed segments to the merged ones that have replaced them on disk."""
+    for name in on_disk.segments.keys() - taken.keys():
+        if not name.startswith(MERGED):
+            continue
+        with suppress(OSError, ValueError):  # damaged: it is read, and refused, as any other
+            replaces = read_manifest(
+                on_disk.run.directory / "segments" / name, on_disk.run.config.get("run_id")
+            ).replaces
+            if replaces and all(taken.get(old) == replaced.mtime_ns for old, replaced in replaces.items()):
+                rows = dict(
+                    cursor.execute(
+                        "SELECT name, sum(sketch_rows)::BIGINT FROM segment WHERE run_id = ? GROUP BY name",
+                        [on_disk.run.run_id],
+                    ).fetchall()
+                )
+                before = 0
+                with transaction(cursor):
+                    for old in replaces:  # in the order of their rows
+                        cursor.execute(
+                            "UPDATE segment SET name = ?, mtime_ns = ?, shift = shift + ?"
+                            " WHERE run_id = ? AND name = ?",
+                            [name, on_disk.segments[name], before, on_disk.run.run_id, old],
+                        )
+                        before += rows[old]
+                for old in replaces:
+                    del taken[old]
+                taken[name] = on_disk.segments[name]
+
+
+def _insert(cursor: duckdb.DuckDBPyConnection, sql: str, rows: pa.Table) -> None:
+    """Run a statement that reads the table `incoming`."""
+    cursor.register("incoming", rows)
+    cursor.execute(sql)
+
+
+def _put_runs(cursor: duckdb.DuckDBPyConnection, rows: list[list[Any]]) -> None:
+    columns = [pa.array(column) for column in zip(*rows, strict=True)]
+    table = pa.Table.from_arrays(columns, names=[f"column{number}" for number in range(len(columns))])
+    _insert(cursor, "INSERT OR REPLACE INTO run FROM incoming", table)
+
+
+def _put_effects(cursor: duckdb.DuckDBPyConnection, runs: Iterable[RunInfo]) -> None:
+    """Replace the rows of measurements. Lines that are damaged are reported with those of other files."""
+    for run in runs:
+        if run.config.get("kind") == EXPERIMENT:
+            rows = []
+            with suppress(OSError, RunError, ValueError):
+                rows = effect_rows(run.run_id, run.directory)
+            with transaction(cursor):
+                cursor.execute("DELETE FROM effect WHERE run_id = ?", [run.run_id])
+                if rows:
+                    cursor.executemany(f"INSERT INTO effect VALUES ({', '.join('?' * len(rows[0]))})", rows)
+
+
+def _add(cursor: duckdb.DuckDBPyConnection, segments: list[_Segment]) -> None:
+    first = _next_key(cursor)
+    tables: dict[str, list[pa.Table]] = {}
+    names = []
+    for segment in segments:
+        stop = pc.max(segment.tables["tensor"]["sketch_stop"]).as_py() or 0
+        names.append(dict(zip(SEGMENT, (first, segment.run_id, segment.name, segment.mtime, 0, stop), strict=True)))
+        for name, table in segment.tables.items():
+            if name == "tensor":
+                # The directory's name is the run's id, so that a run may be copied or renamed.
+                ids = pc.binary_join_element_wise(segment.run_id, table["tensor_id"], "/")
+                table = table.set_column(0, "tensor_id", ids)
+                table = table.set_column(1, "run_id", pa.repeat(segment.run_id, len(table)))
+                keys = pa.array(np.arange(first, first + len(table), dtype=np.int32))
+            else:
+                keys = pc.add(table["row"], pa.scalar(first, pa.int32()))
+                table = table.drop_columns("row")
+            tables.setdefault(name, []).append(table.add_column(0, "key", keys))
+        first += len(segment.tables["tensor"])
+    for name, parts in tables.items():
+        if len(rows := pa.concat_tables(parts)):
+            _insert(cursor, f"INSERT INTO {name} FROM incoming", rows)
+    runs = list({segment.run_id for segment in segments})
+    twice = cursor.execute(
+        "SELECT tensor_id FROM tensor WHERE run_id IN (SELECT unnest(?)) GROUP BY ALL HAVING count(*) > 1 LIMIT 1",
+        [runs],
+    ).fetchall()
+    if twice:
+        raise ValueError(f"the tensor id {twice[0][0]!r} occurs twice")
+    _insert(cursor, "INSERT INTO segment FROM incoming", pa.Table.from_pylist(names))
+
+
+def _next_key(cursor: duckdb.DuckDBPyConnection) -> int:
+    """The key of the next tensor. It is never one that is already summed up, even if that tensor was deleted."""
+    ((key,),) = cursor.execute(
+        "SELECT greatest(max(tried), (SELECT coalesce(max(key) + 1, 0) FROM tensor)) FROM cube"
+    ).fetchall()
+    return int(key)
+
+
+def _sum_up(cursor: duckdb.DuckDBPyConnection, root: Path) -> None:
+    """Add the sketches of new tensors to each cube if there are many."""
+    end = _next_key(cursor)
+    for cube, upto, tried, merged in cursor.execute("SELECT name, upto, tried, merged FROM cube").fetchall():
+        if end - upto >= max(TAIL, 2 * (tried - upto)):
+            _sum_up_in(cursor, root, cube, upto, end, merged)
+
+
+def _sum_up_in(cursor: duckdb.DuckDBPyConnection, root: Path, cube: str, upto: int, end: int, merged: int) -> None:
+    """Add the tensors with keys from upto to end to a cube if there are at least two for each of its rows on average.
+    merged: the rows of its sums right after they were last merged."""
+    names, alike = ", ".join(CUBES[cube]), same("tensor", cube, CUBES[cube])
+    new = f"FROM tensor WHERE key >= {upto}"
+    ((tensors, rows),) = cursor.execute(
+        f"SELECT (SELECT count(*) {new}), (SELECT count(*) FROM (SELECT DISTINCT {names} {new}))"
+    ).fetchall()
+    cursor.execute("UPDATE cube SET tried = ? WHERE name = ?", [end, cube])
+    if tensors < 2 * rows:
+        return
+    # Without a cube queries read the sketches: where sums need more than 64 bits, or more memory than there
+    # is, or a segment was merged in the meantime.
+    with suppress(duckdb.DataError, duckdb.OutOfMemoryException, SegmentError), transaction(cursor):
+        cursor.execute(
+            # In the order of the tensors, so that the sums of rows that follow each other read the same files.
+            f"INSERT INTO {cube} (key, {names})"
+            f" SELECT (SELECT coalesce(max(key) + 1, 0) FROM {cube}) + row_number() OVER (ORDER BY first) - 1, {names}"
+            f" FROM (SELECT {names}, min(key) AS first {new} GROUP BY ALL) AS tensor ANTI JOIN {cube} ON {alike}"
+        )
+        part = f"SELECT {PLACED}, {cube}.key AS other FROM tensor JOIN {cube} ON {alike} WHERE tensor.key >= {upto}"
+        with sketches(cursor, root, part) as added_up:
+            cursor.execute(f"INSERT INTO {cube}_sketch FROM {added_up}")
+        size = _count(cursor, f"{cube}_sketch")
+        merged = merged or size
+        if size > 4 * merged:
+            cursor.execute(
+                f"CREATE OR REPLACE TABLE {cube}_sketch AS SELECT key, bin, {SUMS}"
+                f" FROM {cube}_sketch GROUP BY ALL ORDER BY ALL"
+            )
+            merged = _count(cursor, f"{cube}_sketch")
+        cursor.execute(
+            "UPDATE cube SET upto = ?, merged = ?, size = ? WHERE name = ?", [end, merged, _count(cursor, cube), cube]
+        )
+
+
+def _count(cursor: duckdb.DuckDBPyConnection, table: str) -> int:
+    ((count,),) = cursor.execute(f"SELECT count(*) FROM {table}").fetchall()
+    return int(count)
+
+
+def _drop(cursor: duckdb.DuckDBPyConnection, run_id: str) -> None:
+    with transaction(cursor):
+        for table in ("score", "block", "trace"):
+            cursor.execute(f"DELETE FROM {table} WHERE key IN (SELECT key FROM tensor WHERE run_id = ?)", [run_id])
+        for cube in CUBES:
+            cursor.execute(
+                f"DELETE FROM {cube}_sketch WHERE key IN (SELECT key FROM {cube} WHERE run_id = ?)", [run_id]
+            )
+        for table in ("tensor", "segment", "effect", "run", *CUBES):
+            cursor.execute(f"DELETE FROM {table} WHERE run_id = ?", [run_id])
+
+
+def _mark(directory: str, segments: Iterable[str]) -> tuple[int, ...] | None:
+    """A fingerprint of an ended run's files; None while they are too recent for their times to be reliable."""
+    mark: list[int] = []
+    times = []
+    names = ["", "run.json", "status.json", "segments", *(f"segments/{name}" for name in segments)]
+    names += [name for name in ("loss.jsonl", TWINS, HELD_OUT, *FORMER) if os.path.exists(f"{directory}/{name}")]
+    names += experiment_files(Path(directory))
+    try:
+        for name in names:
+            status = os.stat(f"{directory}/{name}")
+            mark += status.st_ino, status.st_size, status.st_mtime_ns
+            times.append(status.st_mtime)
+    except OSError:
+        return None
+    return None if max(times) > time.time() - RECENT else tuple(mark)
+
+
+def _seen(on_disk: _OnDisk, segment: str | None) -> Hashable:
+    """A fingerprint of the files of a segment or, if it is None, of the list of the run's segments and its count."""
+    if segment is None:
+        return *on_disk.segments.items(), on_disk.run.status.tensors
+    try:
+        with os.scandir(on_disk.run.directory / "segments" / segment) as entries:
+            files = sorted((entry.name, entry.stat()) for entry in entries)
+    except OSError:
+        return None
+    return tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in files)
+
+
+def _run_row(run: RunInfo) -> list[Any]:
+    config, status = run.config, run.status
+    return [
+        run.run_id,
+        *(config.get(key) for key in ("model", "size", "dataset", "recipe")),
+        status.state,
+        status.reason,
+        config.get("device"),
+        config.get("backend"),
+        _time(config.get("started")),
+        _time(status.finished),
+        status.iteration,
+        config.get("train_iters"),
+        status.tensors,
+        status.tensors_without_raw,
+        status.bytes,
+        status.loss_first,
+        status.loss_last,
+        json.dumps(config),
+        run.notes.name or None,
+        run.notes.color or None,
+        run.notes.note or None,
+        first_step(run.directory),
+    ]
+
+
+def _time(text: str | None) -> datetime | None:
+    """A time in UTC, without its offset. One that was written without an offset is in UTC."""
+    time = datetime.fromisoformat(text) if text else None
+    return time.astimezone(UTC).replace(tzinfo=None) if time and time.tzinfo else time

@@ -1,0 +1,100 @@
+"""Converts what runs of earlier versions measured into experiments, for `binade verify --convert`.
+
+Such a run has the kind "measure" and its results in effects.jsonl: a line for each format, group and batch. The kind
+"parity" with its parity.json, which lacks the log-probabilities that a parity is computed from, is not converted.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from binade.data.run.access import check_writable
+from binade.data.run.directory import RUNNING, RunError, Whole, describe_run, lines_of, read_run, run_directories
+from binade.data.run.experiment import EXPERIMENT, NONE, BatchResult, EffectGroup, ExperimentWriter, TreatmentKey
+from binade.data.run.json_files import STRICT, parse_json, unsealed
+from binade.data.run.twin import Number
+
+FILE = "effects.jsonl"
+Losses = Annotated[tuple[Number, ...], Field(min_length=1)]
+
+
+@dataclass(frozen=True, config=STRICT)
+class FormerEffect:
+    """A line of effects.jsonl: the losses of one batch's sequences without rounding and with a group rounded."""
+
+    batch: Whole
+    format: str
+    part: str
+    layer_index: Whole | None
+    module: str | None
+    exact: Losses
+    losses: Losses
+    divergences: tuple[Number, ...] = ()
+    seconds: float = 0.0
+    recipe_sha256: str = ""
+
+    @property
+    def result(self) -> BatchResult:
+        group = EffectGroup(self.part, self.layer_index, self.module)
+        key = TreatmentKey(self.format, self.recipe_sha256, group, base=NONE)
+        tokens = (None,) * len(self.losses)
+        return BatchResult(key, self.batch, self.losses, tokens, self.divergences, (), self.seconds)
+
+
+def convert_effects(root: Path, run_ids: tuple[str, ...] = ()) -> Iterator[str]:
+    """Convert these runs of a root, or all, and yield the names of those that were. Raises RunError for a file that is
+    damaged, ReadOnlyError and OSError; the run is then as before."""
+    check_writable("converting runs")
+    for directory in run_directories(root):
+        if (run_ids and directory.name not in run_ids) or not (directory / FILE).exists():
+            continue
+        run = read_run(directory)
+        if run.status.state == RUNNING:
+            raise RunError(f"{directory.name} is still running: convert it when it has ended")
+        effects = _read(directory)
+        bases = _bases(directory, effects)
+        shutil.rmtree(directory / EXPERIMENT, ignore_errors=True)
+        writer = ExperimentWriter(directory, former=True)
+        for (batch, size), exact in bases.items():
+            writer.add(BatchResult(NONE, batch, exact, (None,) * size))
+        for result in {(*effect.result.place, len(effect.losses)): effect.result for effect in effects}.values():
+            writer.add(result)
+        described: dict[str, Any] = {"kind": EXPERIMENT}
+        measures = dict(run.config).get("measures")
+        if isinstance(measures, dict) and not str(run.config.get("device", "cpu")).startswith("cpu"):
+            described["measures"] = measures | {"device": "cuda"}
+        describe_run(directory, described)
+        (directory / FILE).unlink()  # last: a conversion that was interrupted begins again
+        yield directory.name
+
+
+def _bases(directory: Path, effects: list[FormerEffect]) -> dict[tuple[int, int], Losses]:
+    """The losses without rounding by batch and number of sequences. Raises RunError if lines of one batch differ in
+    them, as when they were measured on several devices: an experiment has one base."""
+    bases: dict[tuple[int, int], Losses] = {}
+    for effect in effects:
+        if bases.setdefault((effect.batch, len(effect.exact)), effect.exact) != effect.exact:
+            raise RunError(
+                f"{directory.name}/{FILE} cannot be converted: its lines of batch {effect.batch} have different losses "
+                "without rounding, as from several devices. Run binade measure again"
+            )
+    return bases
+
+
+def _read(directory: Path) -> list[FormerEffect]:
+    """The lines of the file. A last line that a crash cut short is left out."""
+    effects = []
+    for number, line in enumerate(lines_of(directory / FILE), 1):
+        try:
+            effects.append(parse_json(FormerEffect, unsealed(line)))
+        except ValueError as error:
+            if not line.endswith(b"\n"):
+                break
+            raise RunError(f"line {number} of {directory.name}/{FILE} is damaged: {error}") from None
+    return effects

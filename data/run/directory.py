@@ -1,0 +1,830 @@
+"""Run directories: the source of truth on disk, from which the index is derived.
+
+    <root>/<run_id>/
+      run.json       configuration, versions, device, command line, and their checksum; an instrumented run adds the
+                     recipe and the model once they are known
+      status.json    state, pid and its start time, progress, loss, heartbeat; replaced atomically
+      notes.json     the name, color and note that users gave it; may be missing
+      log.txt        what the collector printed
+      job.json       what was queued (collector.jobs.queue), beside launch.json and output.txt; only of a
+                     run that was queued
+      loss.jsonl     one line per iteration, each with its checksum
+      events.jsonl   other events: see data.run.events
+      twin.jsonl     twin steps: see data.run.twin
+      held_out.jsonl held-out evaluations: see data.run.held_out
+      experiment/    results of treatments: see data.run.experiment
+      tensors/       tensor files      segments/   their rows
+      ranks/         of a run on several ranks: the process of each and what it has recorded; rank 0 adds them up
+
+A run's state follows from its status and its process: a run whose status says running but whose process is gone has
+crashed. A run that is queued has no run.json until its command begins it (`RunWriter.create`); until then it is no part
+of the index.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from enum import StrEnum
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, NotRequired
+
+from pydantic import ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass as pydantic_dataclass
+from typing_extensions import TypedDict  # pydantic requires this TypedDict before Python 3.12
+
+from binade.data.run.access import check_writable
+from binade.data.run.json_files import (
+    STRICT,
+    Count,
+    Pid,
+    adapter_of,
+    parse_json,
+    read_json,
+    sealed,
+    unsealed,
+    write_json,
+)
+from binade.data.run.segment import MERGED, Manifest, last_number, read_manifest, segment_digest, segment_names
+from binade.data.run.store import (
+    LINK,
+    delete_left,
+    locked,
+    no_link,
+    read_file,
+    remove_directory,
+    staged_directory,
+    sweep,
+    write_atomic,
+)
+from binade.data.run.store import process_start as process_start
+from binade.data.words.text import describe
+
+RUN_FILE = "run.json"
+STATUS_FILE = "status.json"
+JOB_FILE = "job.json"
+# The absolute path of the queued run that a process was started for; inherited by what it starts.
+RUN_VARIABLE = "BINADE_RUN"
+IMPORT = "import"  # run.json's "kind" of a run whose tensors another tool logged
+FOLDERS = ("segments", "tensors", "ranks", "checkpoints")  # of a run
+CHECKPOINTS = "checkpoints"  # the folder of a run that can be resumed from them
+DEFAULT_ROOT = Path("data/runs")
+
+
+class RunState(StrEnum):
+    """How a run is doing."""
+
+    QUEUED = "queued"  # its command has not begun it yet, or will continue it
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"  # and its status says why
+    CANCELLED = "cancelled"
+    CRASHED = "crashed"  # the status says running, but the process is gone; written down only of a run that was queued
+
+
+QUEUED, RUNNING, DONE, FAILED, CANCELLED, CRASHED = STATES = tuple(RunState)
+Whole = Annotated[int, Field(gt=-(2**63), lt=2**63)]
+
+
+class RunError(ValueError):
+    """A run directory or root cannot be used. The message says why, and what to do."""
+
+    exit_status = 1
+
+
+class NotBegunError(RunError):
+    """The run is queued, or ended before its command began it."""
+
+
+class RootError(RunError):
+    """The root is not a directory, and cannot become one. The message says what is in its place."""
+
+    exit_status = 2
+
+
+class NotesChangedError(RunError):
+    """Someone else has changed a field of a run's notes since `seen` was read. current: the notes now."""
+
+    def __init__(self, field: str, current: RunNotes) -> None:
+        self.current = current
+        theirs = getattr(current, field) or "empty"
+        super().__init__(f"someone else has changed the {field} in the meantime; it is now: {theirs}")
+
+
+@pydantic_dataclass(frozen=True, config=STRICT)
+class Status:
+    """status.json. iteration is the last one finished (-1 before the first), times are ISO 8601 in UTC; the run is
+    alive as long as the process `pid` of `host` is, in the same boot. continues: of a queued run, the run that its
+    command writes in its place."""
+
+    state: RunState
+    pid: Pid
+    pid_started: float
+    iteration: Whole = -1
+    tensors: Count = 0
+    tensors_without_raw: Count = 0
+    bytes: Count = 0
+    loss_first: float | None = None
+    loss_last: float | None = None
+    reason: str | None = None
+    heartbeat: str = ""
+    finished: str | None = None
+    host: str = ""
+    boot: str = ""
+    continues: str | None = None
+
+
+@pydantic_dataclass(frozen=True, config=STRICT)
+class RankStatus:
+    """ranks/rank00.json: the rank's process and its share of the run's counts."""
+
+    pid: Pid
+    pid_started: float
+    host: str
+    boot: str = ""
+    tensors: Count = 0
+    tensors_without_raw: Count = 0
+    bytes: Count = 0
+
+
+@pydantic_dataclass(frozen=True, config=STRICT)
+class RunNotes:
+    """notes.json: the name, color and note that users gave a run. Each may be empty."""
+
+    name: Annotated[str, Field(max_length=80, pattern=r"^[^\x00-\x1f]*$")] = ""
+    color: Annotated[str, Field(pattern="^(#[0-9a-f]{6})?$")] = ""
+    note: Annotated[str, Field(max_length=10_000)] = ""
+
+
+Text = str | None
+WholeOrNone = Whole | None
+
+
+class Weights(TypedDict, total=False):
+    """Where the weights of a run came from, and the formats that they were dequantized from."""
+
+    __pydantic_config__ = ConfigDict(strict=True, extra="allow")  # type: ignore[misc]
+
+    path: str
+    quantized: list[str]
+
+
+class BranchOf(TypedDict):
+    """Where a run branched off from another one: the first iteration that it trained itself, and the recipes that were
+    trained before, oldest first, without the warm-up."""
+
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")  # type: ignore[misc]
+
+    run_id: str
+    iteration: Whole
+    recipes: list[str]
+
+
+class RunFile(TypedDict, total=False):
+    """The fields of run.json that are used, not only shown. Each may be missing or null."""
+
+    __pydantic_config__ = ConfigDict(strict=True, extra="allow")  # type: ignore[misc]  # pydantic reads it here
+
+    run_id: Text
+    started: Text
+    kind: Text
+    command: Text
+    run_config: Any  # see collector.training.config.trained_config
+    model: Text
+    size: Text
+    dataset: Text
+    recipe: Text
+    device: Text
+    backend: Text
+    train_iters: WholeOrNone
+    control_iter: WholeOrNone
+    capture_every: Annotated[int, Field(ge=1, lt=2**63)] | None
+    weights: Weights | None
+    branch_of: BranchOf | None
+    warmup_iterations: WholeOrNone
+    micro_batches: WholeOrNone
+    collect_micro_batches: WholeOrNone
+    micro_batch_size: WholeOrNone
+    sequence_length: WholeOrNone
+    layers: WholeOrNone
+    vocab_size: WholeOrNone
+    max_bytes: WholeOrNone
+    tp: WholeOrNone
+    dp: WholeOrNone
+    ranks: list[Whole] | None
+    operands: list[str] | None
+    tensors: list[str] | None
+    modules: list[str] | None
+    scores: list[str] | None
+    raw: bool | None
+    save_tensors: bool | None
+    loss_unit: Text  # of an import: "nats per token", also if it is absent, or "unknown"
+
+
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class First(TypedDict):
+    """The first iteration that a training has read, with its hashes as in `Step`."""
+
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")  # type: ignore[misc]
+
+    iteration: Whole
+    data_sha256: str
+    weights_sha256: str | None
+
+
+class Step(TypedDict):
+    """A valid record of loss.jsonl; it may have other fields."""
+
+    __pydantic_config__ = ConfigDict(strict=True, extra="allow")  # type: ignore[misc]
+
+    iteration: Whole
+    loss: Finite | None  # None if the loss of the iteration is unknown or not finite
+    not_finite: NotRequired[bool]  # of a loss of None: whether it is NaN or infinite; see `is_lost`
+    window: NotRequired[Whole | None]  # of how many iterations the loss is the mean: 1 if absent, None if unknown
+    seconds: NotRequired[Finite | None]
+    time: NotRequired[Finite | None]
+    data_sha256: NotRequired[str | None]
+    weights_sha256: NotRequired[str | None]
+    first: NotRequired[First]  # in the first record, if the training began at an earlier iteration
+
+
+SEGMENT = re.compile(r"(rank\d+-)\d{6,}")
+_URL = re.compile(r"[a-z][a-z0-9+.-]*:/")  # pathlib joins the two slashes
+UNNAMEABLE = re.compile(r"[^A-Za-z0-9._-]")
+LONGEST_LABEL = 128
+COUNTS = ("tensors", "tensors_without_raw", "bytes")
+# A run on another machine whose status has not changed for this long has crashed: its process cannot be checked.
+SILENCE = timedelta(hours=1)
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """A run as read from its directory. `config` is run.json; state is checked against the live process."""
+
+    run_id: str
+    directory: Path
+    config: RunFile
+    status: Status
+    notes: RunNotes = field(default_factory=RunNotes)  # read by the index only
+
+    @property
+    def segments(self) -> list[str]:
+        return segment_names(self.directory)
+
+    def manifest_of(self, segment: str) -> Manifest:
+        """The manifest of a segment. Raises as `segment.read_manifest`."""
+        return read_manifest(self.directory / "segments" / segment, self.config.get("run_id"))
+
+    def missing(self, segments: Iterable[str], rows: int) -> str | None:
+        """What is missing if the run has these segments with so many rows; None if nothing is. A segment is published
+        before it is counted, so there may be more rows than the status says; but a rank numbers its segments from 1
+        on."""
+        state, counted, is_import = self.status.state, self.status.tensors, self.config.get("kind") == IMPORT
+        if state == RUNNING or (state != DONE and is_import):  # the status may be that of the import before
+            return None
+        if rows < counted:
+            return f"its segments contain {rows} tensors, but status.json says {counted}, so a segment is missing"
+        names = _written(self.directory, segments)
+        last = {match[1]: match[0] for name in sorted(names) if (match := SEGMENT.fullmatch(name))}
+        for rank, name in last.items():
+            before = (f"{rank}{number:06d}" for number in range(1, int(name[len(rank) :])))
+            if not is_import and (absent := next((segment for segment in before if segment not in names), None)):
+                return f"segment {absent} is missing, although {name} is there"
+        return None
+
+
+def resolve_root(given: str | os.PathLike[str] | None = None) -> Path:
+    """The root: the given one, else TENSOR_SAVE_DIR, else data/runs, as an absolute path. Raises RunError for one that
+    is not valid Unicode, or is a URL."""
+    chosen = given or os.environ.get("TENSOR_SAVE_DIR") or DEFAULT_ROOT
+    named = Path(chosen)
+    if _URL.match(str(chosen)) and not named.exists():
+        raise RunError(  # without the URL, which may contain a secret
+            "the root is a URL: expected a directory. Copy an object store with aws s3 sync or rclone, or mount it"
+        )
+    try:
+        root = named.expanduser().absolute()
+    except RuntimeError:
+        raise RunError(f"{named} is not a user's home: choose a directory with --tensor-save-dir") from None
+    if not is_unicode(str(root)):
+        shown = str(root).encode(errors="backslashreplace").decode()
+        raise RunError(f"the root {shown} is not valid Unicode: choose a directory with --tensor-save-dir")
+    return root
+
+
+def is_unicode(text: str) -> bool:
+    """Whether it can be written as UTF-8: file names on Linux are arbitrary bytes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+@cache
+def boot() -> str:
+    """The ID of this boot: process numbers and start times are valid only within one boot."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
+def _process(pid: int | None = None) -> dict[str, Any]:
+    """The fields of a status that name a process of this machine: this one unless given."""
+    pid = pid or os.getpid()
+    return {"pid": pid, "pid_started": process_start(pid) or 0.0, "host": socket.gethostname(), "boot": boot()}
+
+
+@dataclass
+class RunWriter:
+    """The run directory that this process writes, or one rank of several. Only rank 0 writes status, log and losses; on
+    the others these calls do nothing, or keep the rank's own counts. Threads may share it. Every method raises OSError
+    if it cannot write."""
+
+    run_id: str
+    directory: Path
+    status: Status
+    rank: int = 0
+    ranks: int = 1
+    _segments: int = field(default=0)
+    _lock: threading.RLock = field(default_factory=threading.RLock, repr=False, compare=False)
+
+    @classmethod
+    def create(
+        cls, root: Path, label: str, config: dict[str, Any], *, ranks: int = 1, owner: int | None = None
+    ) -> RunWriter:
+        """Create <root>/<run_id> atomically, with run.json and a first status. The id contains the label, with "-" in
+        place of characters that are not plain in a file name. A process that was started for a queued run of this root
+        begins that run instead. owner is the process that the run depends on, by default this one. Raises RunError if
+        the root cannot be written or `read_run` would not accept the configuration, and then leaves nothing behind;
+        ReadOnlyError."""
+        check_writable("recording a run")
+        try:
+            parse_json(RunFile, json.dumps(config).encode())
+        except ValueError as error:
+            raise RunError(f"run.json: {error}") from None
+        sweep(root)
+        queued = queued_run(root)
+        run_id = queued.name if queued else new_run_id(label)
+        try:
+            with nullcontext(queued) if queued else staged_directory(root / run_id) as part:
+                for name in ("segments", "tensors", *(["ranks"] if ranks > 1 else [])):
+                    (part / name).mkdir(exist_ok=bool(queued))
+                started = {"run_id": run_id, "started": now()}
+                write_run_file(part, started | config)
+                writer = cls(run_id, part, Status(RUNNING, **_process(owner)), ranks=ranks)
+                writer.update()
+        except OSError as error:
+            raise unwritable(root, error) from error
+        writer.directory = root / run_id
+        return writer
+
+    @classmethod
+    def reopen(cls, directory: Path, *, ranks: int = 1, owner: int | None = None, **changes: Any) -> RunWriter:
+        """Continue a run that has ended: it is running again, in the process `owner` or this one, with these changes of
+        its status. Raises OSError, ReadOnlyError, or RunError if its status is damaged."""
+        check_writable("recording a run")
+        try:
+            before = read_status(directory)
+            run_id = read_json(RunFile, directory / RUN_FILE).get("run_id") or directory.name  # it may be renamed
+        except ValueError as error:
+            raise RunError(f"{directory.name} cannot be read: {error}") from error
+        for end in ("part", "gone"):  # of killed processes, also of older versions and other machines
+            for left in directory.glob(f"segments/.*.{end}"):
+                delete_left(left)
+        writer = cls(
+            run_id, directory, before, ranks=ranks, _segments=last_number(_written(directory, segment_names(directory)))
+        )
+        writer.update(state=RUNNING, reason=None, finished=None, **_process(owner), **changes)
+        return writer
+
+    def continue_after(self, segments: int) -> None:
+        """Number the next segment as the one after this many."""
+        self._segments = segments
+
+    @classmethod
+    def join(cls, directory: Path, rank: int, ranks: int) -> RunWriter:
+        """Another rank's part of a run that rank 0 has created. Raises RunError if its directory cannot be found."""
+        try:
+            status = read_status(directory)
+            writer = cls(directory.name, directory, status, rank, ranks)
+            writer.update(**dict.fromkeys(COUNTS, 0))
+        except OSError as error:
+            raise RunError(
+                f"rank {rank} cannot write to {directory}: {error.strerror or error}; all ranks need the same directory"
+            ) from error
+        return writer
+
+    def update(self, **changes: Any) -> None:
+        """Replace status.json. The counts in the changes are this rank's; the status has the sums over all ranks."""
+        with self._lock:
+            if self.ranks > 1:
+                changes |= self._count({name: changes[name] for name in COUNTS if name in changes})
+            self.status = replace(self.status, **changes, heartbeat=now())
+            if self.rank == 0:
+                write_json(self.directory / STATUS_FILE, self.status)
+
+    def _count(self, counts: dict[str, Any]) -> dict[str, int]:
+        """Save this rank's counts if they have changed. Returns the sums of what all ranks have written so far."""
+        if counts:
+            write_json(self.directory / "ranks" / f"rank{self.rank:02d}.json", RankStatus(**_process(), **counts))
+        return total_counts(self.directory)
+
+    def finish(self, state: RunState, reason: str | None = None) -> None:
+        """Record how the run ended."""
+        if self.rank == 0:
+            self.update(state=state, reason=reason, finished=now())
+
+    def describe(self, facts: Mapping[str, Any]) -> None:
+        """As `describe_run`."""
+        if self.rank == 0:
+            describe_run(self.directory, facts)
+
+    def append_loss(self, record: dict[str, Any]) -> None:
+        if self.rank == 0:
+            append_line(self.directory / "loss.jsonl", json.dumps(record).encode())
+
+    @property
+    def segments(self) -> int:
+        """The number of the last segment of this rank."""
+        self.next_segment_name()
+        return self._segments
+
+    def next_segment_name(self) -> str:
+        """The name of the next segment; it stays the same until a segment of this name has been published."""
+        while (self.directory / "segments" / (name := f"rank{self.rank:02d}-{self._segments + 1:06d}")).exists():
+            self._segments += 1
+        return name
+
+
+def new_run_id(label: str) -> str:
+    """The name of a new run's directory: the time, the label with "-" in place of characters that are not plain in a
+    file name, and six hexadecimal digits."""
+    named = UNNAMEABLE.sub("-", label).lstrip(".")[:LONGEST_LABEL] or "run"
+    return f"{datetime.now(UTC):%Y%m%d_%H%M%S}_{named}_{secrets.token_hex(3)}"
+
+
+def write_queued(directory: Path) -> None:
+    """Mark a run as queued: a new one, in a directory without status.json, or one that has ended. Raises OSError, and
+    ValueError if its status is damaged."""
+    nobody: dict[str, Any] = {"pid": 0, "pid_started": 0.0, "host": "", "boot": ""}
+    try:
+        status = replace(read_status(directory), state=QUEUED, reason=None, finished=None, **nobody)
+    except FileNotFoundError:
+        status = Status(QUEUED, **nobody)
+    write_json(directory / STATUS_FILE, replace(status, heartbeat=now()))
+
+
+def queued_run(root: Path) -> Path | None:
+    """The directory of the run of this root that this process was started for, unless that has begun."""
+    directory = Path(os.environ.get(RUN_VARIABLE, ""))
+    try:
+        waits = directory.parent.samefile(root) and read_status(directory).state == QUEUED
+        return root / directory.name if waits else None
+    except (OSError, ValueError):
+        return None
+
+
+def note_continued(root: Path, run_id: str) -> None:
+    """Note in the directory of the queued run that this process was started for, if any, that it writes this run
+    instead. Raises OSError."""
+    if queued := queued_run(root):
+        write_json(queued / STATUS_FILE, replace(read_status(queued), continues=run_id))
+
+
+def _has_not_begun(directory: Path) -> bool:
+    """Whether a directory without run.json is that of a queued run, and not of one that has lost it."""
+    with suppress(OSError):
+        left = any((directory / name).exists() for name in ("loss.jsonl", "experiment"))
+        return (directory / JOB_FILE).is_file() and not left and not any((directory / "segments").glob("*"))
+    return False
+
+
+def _written(directory: Path, segments: Iterable[str]) -> set[str]:
+    """These segments of a run, and the names of the segments that were merged into them."""
+    names: set[str] = set()
+    for name in segments:
+        merged: Mapping[str, str] = {}
+        if name.startswith(MERGED):
+            with suppress(OSError, ValueError):  # a damaged manifest is reported when its rows are read
+                merged = read_manifest(directory / "segments" / name, None).digests
+        names.update(merged or [name])
+    return names
+
+
+def write_run_file(directory: Path, config: Mapping[str, Any]) -> None:
+    """Write run.json. Raises OSError."""
+    write_atomic(directory / RUN_FILE, sealed(json.dumps(config, indent=1).encode()))
+
+
+def describe_run(directory: Path, facts: Mapping[str, Any]) -> None:
+    """Add facts to run.json, which is replaced atomically. Raises RunError if it would not be valid; OSError."""
+    with locked(directory, required=False):
+        config = dict(read_json(RunFile, directory / RUN_FILE)) | dict(facts)
+        try:
+            parse_json(RunFile, json.dumps(config).encode())
+        except ValueError as error:
+            raise RunError(f"run.json: {error}") from None
+        write_run_file(directory, config)
+
+
+def read_status(directory: Path) -> Status:
+    """The content of status.json. Raises OSError, and ValueError if it is damaged."""
+    return read_json(Status, directory / STATUS_FILE)
+
+
+def rank_statuses(directory: Path) -> list[RankStatus]:
+    """The statuses of the ranks of a multi-rank run, in order; a damaged file is left out."""
+    statuses = []
+    for path in sorted((directory / "ranks").glob("rank*.json")):
+        with suppress(OSError, ValueError):
+            statuses.append(read_json(RankStatus, path, directory))
+    return statuses
+
+
+def read_notes(directory: Path) -> RunNotes:
+    """The name, color and note of a run. Raises OSError, and ValueError if the file is damaged."""
+    try:
+        return read_json(RunNotes, directory / "notes.json")
+    except FileNotFoundError:
+        return RunNotes()
+
+
+def change_notes(directory: Path, notes: RunNotes, seen: RunNotes) -> None:
+    """Change the fields of a run's notes in which `notes` differs from `seen`, the notes that the user started from.
+    Raises NotesChangedError if someone else has changed such a field in the meantime, RunError if the file is damaged,
+    ReadOnlyError, OSError."""
+    check_writable("naming a run")
+    changes = {name: text for name, text in asdict(notes).items() if text != getattr(seen, name)}
+    with locked(directory, required=False):
+        try:
+            current = read_notes(directory)
+        except ValueError as error:
+            raise RunError(f"{directory / 'notes.json'} is damaged: {error}; delete it to name the run again") from None
+        for name, text in changes.items():
+            if getattr(current, name) not in (getattr(seen, name), text):
+                raise NotesChangedError(name, current)
+        write_json(directory / "notes.json", replace(current, **changes))
+
+
+def parse_notes(name: str = "", color: str = "", note: str = "") -> RunNotes:
+    """Raises RunError for a value that is not allowed."""
+    try:
+        return parse_json(RunNotes, json.dumps({"name": name.strip(), "color": color.lower(), "note": note}).encode())
+    except ValueError as error:
+        raise RunError(
+            f"{error}. A name has at most 80 characters, a note 10,000, and a color looks like #1f77b4"
+        ) from None
+
+
+def total_counts(directory: Path) -> dict[str, int]:
+    ranks = rank_statuses(directory)
+    return {name: sum(getattr(rank, name) for rank in ranks) for name in COUNTS}
+
+
+def settle(directory: Path, state: RunState, reason: str | None) -> None:
+    """Record how a run ended whose processes are gone: of several ranks, rank 0 may not have known the cause. Temporary
+    files of killed processes are deleted."""
+    for part in [*directory.glob(".*.part"), *directory.glob("*/.*.part"), *directory.glob("tensors/*/.*.part")]:
+        delete_left(part)
+    status = read_status(directory)
+    counts: dict[str, Any] = total_counts(directory) if (directory / "ranks").is_dir() else {}
+    changed = replace(status, state=state, reason=reason, finished=now(), heartbeat=now(), **counts)
+    write_json(directory / STATUS_FILE, changed)
+
+
+def read_run(directory: Path) -> RunInfo:
+    """A run's configuration and state. Raises RunError if the directory is not a run, its files are damaged or one of
+    its folders is a link."""
+    if linked := next((name for name in FOLDERS if (directory / name).is_symlink()), None):
+        raise RunError(f"{directory.name} cannot be read: its {linked} is {LINK}")
+    try:
+        config = read_json(RunFile, directory / RUN_FILE)
+        status = read_status(directory)
+    except FileNotFoundError as error:
+        if Path(error.filename).name == RUN_FILE and _has_not_begun(directory):
+            raise NotBegunError(f"{directory.name} has not begun") from None
+        raise RunError(f"{directory.name} is not a run: {Path(error.filename).name} is missing") from None
+    except (OSError, ValueError) as error:
+        raise RunError(f"{directory.name} cannot be read: {error}") from error
+    if status.state == RUNNING and _is_gone(status) and all(_is_gone(rank) for rank in rank_statuses(directory)):
+        status = replace(
+            status,
+            state=CRASHED,
+            finished=status.heartbeat,
+            reason="the collector's process ended unexpectedly: killed, out of memory, or the machine restarted",
+        )
+    return RunInfo(directory.name, directory, config, status)
+
+
+def _is_gone(status: Status | RankStatus) -> bool:
+    if status.host in ("", socket.gethostname()):
+        return status.boot not in ("", boot()) or process_start(status.pid) != status.pid_started
+    if isinstance(status, RankStatus):
+        return True  # only its run's heartbeat shows that
+    try:
+        return datetime.now(UTC) - datetime.fromisoformat(status.heartbeat) > SILENCE
+    except (TypeError, ValueError):
+        return True
+
+
+def delete_run(directory: Path) -> None:
+    """Remove a run with everything that it recorded. It disappears at once; its content is deleted after that. Raises
+    RunError if it is not a run, queued or still running, ReadOnlyError, and OSError."""
+    check_writable("deleting a run")
+    run = read_run(directory)
+    if run.status.state in (QUEUED, RUNNING):
+        state = "queued" if run.status.state == QUEUED else "still running"
+        raise RunError(f"{run.run_id} is {state}: cancel it first")
+    remove_directory(directory)
+
+
+def unwritable(root: Path, error: OSError) -> RunError:
+    """That no run can be created in a root."""
+    return RunError(f"cannot write to {root}: {error.strerror or error}; choose a directory with --tensor-save-dir")
+
+
+def unusable_root(root: Path) -> str:
+    """The error message for a root that is not a directory or is below something else, or "" if it is a directory or
+    does not exist yet."""
+    nearest = next((path for path in (root, *root.parents) if os.path.lexists(path)), Path())
+    if nearest.is_dir():
+        return ""
+    kind = "a file" if nearest.exists() else "a broken link"
+    return f"{nearest} is {kind}: the root of the runs must be a directory"
+
+
+def check_usable(root: Path) -> None:
+    """Raises RootError for a root that is neither a directory nor can be created."""
+    if problem := unusable_root(root):
+        raise RootError(problem)
+
+
+def check_root(root: Path) -> None:
+    """Raises RunError if the root is not a directory."""
+    check_usable(root)
+    if not root.is_dir():
+        raise RunError(f"{root} does not exist: give a directory of runs")
+
+
+def run_directories(root: Path) -> list[Path]:
+    """The directories under a root that may be runs, by name. A missing root has none."""
+    return [root / name for name in run_names(root)]
+
+
+def run_names(root: Path) -> list[str]:
+    """The names of `run_directories`."""
+    if not root.is_dir():
+        return []
+    with os.scandir(root) as entries:
+        return sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir())
+
+
+def list_runs(root: Path) -> tuple[list[RunInfo], list[str]]:
+    """The runs under a root that have begun, oldest first, and the skipped directories with the reason. A missing root
+    has none."""
+    runs: list[RunInfo] = []
+    refused: list[str] = []
+    for directory in run_directories(root):
+        try:
+            runs.append(read_run(directory))
+        except NotBegunError:
+            pass
+        except RunError as error:
+            refused.append(str(error))
+    runs.sort(key=lambda run: (str(run.config.get("started")), run.run_id))  # a name has only seconds
+    return runs, refused
+
+
+def fingerprint(directory: Path) -> str:
+    """The digest of a run's content, as 64 hexadecimal digits: SHA-256 over run.json and, segment by segment, the rows,
+    sketches and scores. The location and presence of tensor files do not count, nor whether segments were merged: a run
+    has the same fingerprint when it is bundled without its values. Raises RunError if a file is missing or damaged."""
+    total = hashlib.sha256()
+    try:
+        total.update(hashlib.sha256(read_file(directory / RUN_FILE, base=directory)).digest())
+        for name, digest in sorted(digests(directory).items()):
+            total.update(name.encode() + b"\0" + bytes.fromhex(digest))
+    except (OSError, ValueError) as error:
+        raise RunError(f"{directory.name} cannot be read: {error}") from error
+    return total.hexdigest()
+
+
+def digests(directory: Path) -> dict[str, str]:
+    """The `segment_digest` of each segment that a run wrote, in hexadecimal; of a merged one as its manifest names
+    them. Raises OSError and ValueError."""
+    segment_digests: dict[str, str] = {}
+    for name in segment_names(directory):
+        segment = directory / "segments" / name
+        merged = read_manifest(segment, None).digests if name.startswith(MERGED) else {}
+        segment_digests |= merged or {name: segment_digest(segment).hex()}
+    return segment_digests
+
+
+def read_losses(directory: Path) -> list[Any]:
+    """loss.jsonl as records: iteration (from 0 under the recipe, below 0 in warm-up), loss in nats per token, window
+    (the loss is the mean of so many iterations, up to this one; 1 if absent, None if unknown), time as seconds since
+    1970, the step's duration in seconds and whether tensors were recorded in it (losses of another program lack these
+    two), data_sha256 (of all data read so far) and, for instrumented runs, weights_sha256 (of a sample of the weights
+    at the start). A line cut short by a crash or damaged ends them. They are not checked: `is_step` says which are
+    valid."""
+    records = []
+    for line in lines_of(directory / "loss.jsonl"):
+        try:
+            records.append(json.loads(unsealed(line)))
+        except (ValueError, RecursionError):
+            break
+    return records
+
+
+def read_steps(directory: Path) -> list[dict[str, Any]]:
+    """The valid records of `read_losses`. Raises OSError."""
+    return [record for record in read_losses(directory) if is_step(record)]
+
+
+def sound_losses(directory: Path) -> list[dict[str, Any]]:
+    """The records of `read_steps` that have a loss. Raises OSError."""
+    return [record for record in read_steps(directory) if record["loss"] is not None]
+
+
+def is_lost(step: Mapping[str, Any]) -> bool:
+    """Whether the loss of a valid record is NaN or infinite, rather than unknown. A record that does not say so comes
+    from a log of losses, where nothing else is None, unless it says whether tensors were recorded."""
+    return step["loss"] is None and bool(step.get("not_finite", "recorded" not in step))
+
+
+def first_step(directory: Path) -> str | None:
+    """The first iteration that a run's training has read, as JSON, and the hashes of its data and of the weights before
+    it: as its first record says, or that record's. None if there is no valid one."""
+    try:
+        with open(directory / "loss.jsonl", "rb", opener=no_link) as file:
+            record = json.loads(unsealed(file.readline()))
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not is_step(record):
+        return None
+    first = record.get("first", record)
+    return json.dumps({name: first.get(name) for name in ("iteration", "data_sha256", "weights_sha256")})
+
+
+def check_losses(directory: Path) -> None:
+    """Raise RunError for a line that is not a loss or has a wrong checksum, except for a last line that a crash cut
+    short; OSError."""
+    check_lines(directory / "loss.jsonl", "loss", lambda line: is_step(json.loads(line)))
+
+
+def is_step(record: object) -> bool:
+    """Whether a record of loss.jsonl is a `Step`."""
+    try:
+        adapter_of(Step).validate_python(record)
+    except ValidationError:
+        return False
+    return True
+
+
+def append_line(path: Path, record: bytes) -> None:
+    """Add a JSON object with its checksum to a file of lines. Raises OSError."""
+    with open(path, "ab", opener=no_link) as file:
+        file.write(sealed(record) + b"\n")
+
+
+def lines_of(path: Path) -> list[bytes]:
+    """The lines of a file, each with its checksum; none if there is no file. Raises OSError."""
+    try:
+        return read_file(path, base=path.parent).splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
+
+
+def check_lines(path: Path, what: str, is_sound: Callable[[bytes], bool]) -> None:
+    """Raise RunError for a line with a wrong checksum, or whose content is not sound or raises ValueError, except for a
+    last line that a crash cut short; OSError. what: a line's content, in words."""
+    for number, line in enumerate(lines_of(path), 1):
+        sound, reason = False, f"is not a {what}"
+        try:
+            sound = is_sound(unsealed(line))
+        except RecursionError:
+            pass
+        except ValueError as error:
+            if not line.endswith(b"\n") and b'"}' not in line:
+                return
+            reason = f"is damaged: {describe(error)}"
+        if not sound:
+            raise RunError(f"line {number} of its {path.name} {reason}")

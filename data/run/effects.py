@@ -1,0 +1,140 @@
+"""Effects: how much the loss changes when one group of products is rounded, on the same weights and sequences.
+
+A reading of the results of an experiment (data/run/experiment.py): treatment minus base, paired by sequence. The index
+has the same rows in its table `effect`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import tomllib
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from binade.data.compare import evidence
+from binade.data.compare.evidence import Estimate, Measure
+from binade.data.run.experiment import BatchResult, EffectGroup, TreatmentKey, read_results
+
+CHANGE = Measure(
+    "effect", "Measured loss change", "nats", "loss with the group rounded minus loss without, per token", format="+.3g"
+)
+DIVERGENCE = Measure(
+    "divergence", "Divergence", "nats", "KL(p ‖ q) of the next token, p without rounding and q with, per token"
+)
+
+
+class Measured(NamedTuple):
+    """The effect of a treatment over all sequences that were measured: in the order of the batches.
+
+    exact        the losses of the base, in nats per token
+    changes      the losses minus these
+    divergences  KL(base ‖ treatment) of the next token; () if logits were not known
+    seconds      what the passes took
+    """
+
+    key: TreatmentKey
+    exact: tuple[float, ...]
+    changes: tuple[float, ...]
+    divergences: tuple[float, ...]
+    seconds: float
+
+    @property
+    def format(self) -> str:
+        return self.key.text
+
+    @property
+    def group(self) -> EffectGroup:
+        return self.key.group
+
+    @property
+    def change(self) -> Estimate:
+        """The mean change of the loss, with Student's interval over sequences."""
+        return evidence.mean(CHANGE, self.changes, "sequences")
+
+    @property
+    def divergence(self) -> Estimate:
+        """The mean divergence; NaN if it was not measured."""
+        return evidence.mean(DIVERGENCE, self.divergences, "sequences")
+
+
+def recipe_sha256(toml: str) -> str:
+    """A hash of what the file of a recipe rounds: of its tables, without title, sources and layout. Raises ValueError
+    and RecursionError for text that is not TOML."""
+    tables = {name: value for name, value in tomllib.loads(toml).items() if _holds_tables(value)}
+    return hashlib.sha256(json.dumps(tables, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def rounded_by(config: Mapping[str, Any]) -> str:
+    """`recipe_sha256` of what a run rounds; "" if run.json does not say it, or if the run leaves layers out that its
+    recipe does not."""
+    if config.get("skip_layers") or not config.get("recipe_toml"):
+        return ""
+    with suppress(ValueError, RecursionError):
+        return recipe_sha256(str(config["recipe_toml"]))
+    return ""
+
+
+def _holds_tables(value: object) -> bool:
+    return isinstance(value, dict) or (isinstance(value, list) and any(isinstance(entry, dict) for entry in value))
+
+
+def measured_effects(results: Iterable[BatchResult]) -> list[Measured]:
+    """The effect of each treatment, in the order in which they were first measured. A result is compared with that of
+    its base for the same sequences; without one it is left out. Of a batch that was measured in several sizes, the one
+    with most sequences counts, since it has those of the others."""
+    passes: dict[TreatmentKey, dict[tuple[int, int], BatchResult]] = {}  # by batch and number of sequences
+    for result in results:
+        passes.setdefault(result.key, {})[result.batch, len(result.losses)] = result
+    rows = []
+    for key, own in passes.items():
+        bases = passes.get(key.base, {}) if key.base else {}
+        largest = {place[0]: place for place in sorted(own) if place in bases}
+        pairs = [(own[place], bases[place]) for place in largest.values()]
+        if not pairs:
+            continue
+        divergences = [value for result, _ in pairs for value in result.kl]
+        complete = all(len(result.kl) == len(result.losses) for result, _ in pairs)
+        rows.append(
+            Measured(
+                key,
+                tuple(loss for _, base in pairs for loss in base.losses),
+                tuple(
+                    loss - exact
+                    for result, base in pairs
+                    for loss, exact in zip(result.losses, base.losses, strict=True)
+                ),
+                tuple(divergences) if complete else (),
+                math.fsum(result.seconds for result, _ in pairs),
+            )
+        )
+    return rows
+
+
+def effect_rows(run_id: str, directory: Path) -> list[list[Any]]:
+    """The rows of a run in the table `effect` of the index. Raises RunError and OSError."""
+    return [
+        [
+            run_id,
+            effect.format,
+            effect.key.recipe_sha256 or None,
+            effect.key.base.text or None if effect.key.base else None,
+            effect.group.part or None,
+            effect.group.layer_index,
+            effect.group.module,
+            None if effect.key.is_whole else effect.key.operand,
+            effect.key.replays,
+            len(effect.changes),
+            math.fsum(effect.exact) / len(effect.exact),
+            effect.change.value,
+            None if math.isnan(effect.change.error) else effect.change.error,
+            None if math.isnan(effect.divergence.value) else effect.divergence.value,
+            list(effect.changes),
+            list(effect.divergences) or None,
+            effect.seconds,
+        ]
+        for effect in measured_effects(read_results(directory))
+    ]

@@ -1,0 +1,374 @@
+"""Experiments: the same batches, evaluated on the same weights under several treatments.
+
+A treatment is a recipe in a group of products, while all others are rounded as by its base; a base has no base of its
+own. A run of the kind EXPERIMENT has a folder `experiment` with the rows of three tables in Parquet files:
+
+    results  a row for each treatment and sequence of a batch: RESULTS
+    tokens   the log-probability of each token that counts, of the treatments that keep them: TOKENS
+    routes   the experts that each router chose, of the treatments that keep them: ROUTES
+
+A file is named <table>-<number>-<CRC-32 of its content>.parquet. Each result is written at once: the last file of its
+table is written again with the new rows, appears whole, and then the file before is deleted. From PART bytes on, the
+next result begins a new file. What a killed process leaves are at most two versions of one file, of which the one
+with more rows is read. `read_results`, `read_logprobs` and `read_routes` return what the tables have.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import math
+import os
+import re
+import zlib
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from binade.data.run.directory import RunError
+from binade.data.run.store import read_file, write_atomic
+from binade.data.words.text import describe
+
+EXPERIMENT = "experiment"  # the kind of a run, and its folder
+SAME = ("kind", "measures")  # two experiments that agree in these fields of run.json are one run
+OPERAND_VALUES = "operand_values"
+"""The field of run.json with a row for each product: part, layer_index, module, and how many values the first and the
+second operand of its forward GEMM have in a batch."""
+PART = 1 << 20  # bytes
+MOST_PART = 1 << 30  # bytes of a file that is read: one result may be large
+FORMER = {"effects.jsonl": "binade verify --convert ROOT converts it", "parity.json": "run binade parity again"}
+"""Files of earlier versions, and what to do with them."""
+RESULTS = pa.schema(
+    [
+        ("treatment", pa.string()),  # TreatmentKey.id
+        ("text", pa.string()),  # of the recipe; "" for no rounding
+        ("recipe_sha256", pa.string()),
+        ("part", pa.string()),  # the group: "" for all parts
+        ("layer_index", pa.int32()),
+        ("module", pa.string()),
+        ("operand", pa.string()),
+        ("is_whole", pa.bool_()),
+        ("replays", pa.bool_()),
+        ("base", pa.string()),  # the id of the base; null for a base
+        ("batch", pa.int32()),
+        ("sequence", pa.int32()),  # of the batch, from 0
+        ("tokens", pa.int32()),  # that count; null if only the loss is known
+        ("loss", pa.float64()),  # nats per token
+        ("kl", pa.float64()),  # KL(base ‖ treatment) of the next token, mean over the tokens; null if unknown
+        ("kl_reversed", pa.float64()),  # KL(treatment ‖ base)
+        ("seconds", pa.float64()),  # of the pass, divided by its sequences
+    ]
+)
+_PLACE = [("treatment", pa.string()), ("batch", pa.int32()), ("sequence", pa.int32())]
+TOKENS = pa.schema([*_PLACE, ("logprobs", pa.list_(pa.float64()))])
+ROUTES = pa.schema(
+    [
+        *_PLACE,
+        ("layer_index", pa.int32()),
+        ("module", pa.string()),
+        ("experts", pa.int32()),
+        ("chosen", pa.int32()),  # by each token; 0 for a router that does not choose by top-k
+        ("choices", pa.list_(pa.int32())),  # of all tokens, by score
+        ("margins", pa.list_(pa.float64())),  # of all tokens
+    ]
+)
+EXPERIMENT_TABLES = {"results": RESULTS, "tokens": TOKENS, "routes": ROUTES}
+RESULT_FILE = rf"(?:{'|'.join(EXPERIMENT_TABLES)})-[0-9]{{5}}-[0-9a-f]{{8}}\.parquet"  # the names of files
+ATTEMPTS = 5  # to list the files while they are replaced
+Place = tuple[str, int]  # the id of a treatment, and the batch
+Floats = NDArray[np.float64]
+
+
+class EffectGroup(NamedTuple):
+    """Products that are rounded together.
+
+    part         linear, router, qk, pv or product; "" for all
+    layer_index  None for all layers
+    module       None for all modules
+    """
+
+    part: str = ""
+    layer_index: int | None = None
+    module: str | None = None
+
+    def __str__(self) -> str:
+        words = [f"layer{self.layer_index}" if self.layer_index is not None else "", self.module or "", self.part]
+        return " ".join(filter(None, words)) or "all"
+
+
+ALL_PRODUCTS = EffectGroup()
+
+
+@dataclass(frozen=True)
+class TreatmentKey:
+    """Which treatment a result is of.
+
+    text           the recipe or format as it was written; "" for no rounding; of imported numbers, the tool
+    recipe_sha256  of what it rounds, see `effects.recipe_sha256`: a file of a recipe may change; "" if it is unknown
+    group          where it applies
+    operand        the operand that it rounds in another way than its base, such as "weight"; "" for both
+    is_whole       whether all that differs from the base in the group was changed
+    replays        whether the experts are those that the base has chosen
+    base           how everything else is rounded; None for a base
+    """
+
+    text: str = ""
+    recipe_sha256: str = ""
+    group: EffectGroup = ALL_PRODUCTS
+    operand: str = ""
+    is_whole: bool = True
+    replays: bool = False
+    base: TreatmentKey | None = None
+
+    @cached_property
+    def id(self) -> str:
+        """16 digits that tell treatments apart."""
+        base = self.base.id if self.base else None
+        operand = "" if self.is_whole else self.operand  # of all that differs, the operand follows from the recipe
+        values = (self.text, self.recipe_sha256, *self.group, operand, self.is_whole, self.replays, base)
+        return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
+
+
+NONE = TreatmentKey()
+"""The base without rounding."""
+
+
+@dataclass(frozen=True, eq=False)
+class RouterChoices:
+    """The choices of a router for the tokens of a sequence that count.
+
+    experts  how many there are
+    choices  [tokens, k] by score, the largest first; k is 0 if it does not choose by top-k
+    margins  [tokens]: s_(k) − s_(k+1) of the selection scores
+    """
+
+    layer_index: int
+    module: str
+    experts: int
+    choices: NDArray[np.int64]
+    margins: Floats
+
+
+@dataclass(frozen=True, eq=False)
+class BatchResult:
+    """The result of a treatment on a batch, each value by sequence.
+
+    losses       nats per token
+    tokens       how many count; None if only losses are known
+    kl           KL(base ‖ treatment) of the next token, mean over the tokens, in nats; () for a base and without logits
+    kl_reversed  KL(treatment ‖ base); () if not requested
+    seconds      of the pass
+    logprobs     of the tokens that count, in nats [tokens] each; () if not requested
+    routes       of all routers; () if not requested
+    """
+
+    key: TreatmentKey
+    batch: int
+    losses: tuple[float, ...]
+    tokens: tuple[int | None, ...]
+    kl: tuple[float, ...] = ()
+    kl_reversed: tuple[float, ...] = ()
+    seconds: float = 0.0
+    logprobs: tuple[Floats, ...] = ()
+    routes: tuple[tuple[RouterChoices, ...], ...] = ()
+
+    @property
+    def place(self) -> Place:
+        return self.key.id, self.batch
+
+
+class ExperimentWriter:
+    """Adds results to the experiment of a run, as its only writer. Raises as `check_experiment`, and OSError."""
+
+    def __init__(self, directory: Path, *, former: bool = False) -> None:
+        """former: whether the run may have files of an earlier version, which are being converted."""
+        if not former:
+            check_experiment(directory)
+        self._folder = directory / EXPERIMENT
+        self._folder.mkdir(exist_ok=True)
+        last = max((number for _, number, _ in _files(directory)), default=-1)
+        self._next = last + 1
+        self._parts: dict[str, tuple[int, Path | None, pa.Table]] = {}
+
+    def add(self, result: BatchResult) -> None:
+        """Write a result. Its row of the table results is written last: what has it is complete."""
+        place = {"treatment": result.key.id, "batch": result.batch}
+        tokens = [place | {"sequence": at, "logprobs": x.tolist()} for at, x in enumerate(result.logprobs)]
+        routes = [
+            place | {"sequence": at, "layer_index": each.layer_index, "module": each.module, "experts": each.experts,
+                     "chosen": each.choices.shape[1], "choices": each.choices.reshape(-1).tolist(),
+                     "margins": each.margins.tolist()}
+            for at, sequence in enumerate(result.routes) for each in sequence
+        ]  # fmt: skip
+        for name, rows in (("tokens", tokens), ("routes", routes), ("results", _rows(result))):
+            if rows:
+                self._append(name, pa.Table.from_pylist(rows, schema=EXPERIMENT_TABLES[name]))
+
+    def _append(self, name: str, rows: pa.Table) -> None:
+        number, before, table = self._parts.get(name) or (self._next, None, rows.schema.empty_table())
+        self._next = max(self._next, number + 1)
+        table = pa.concat_tables([table, rows])
+        content = io.BytesIO()
+        pq.write_table(table, content, compression="lz4", write_statistics=False)
+        path = self._folder / f"{name}-{number:05d}-{zlib.crc32(content.getvalue()):08x}.parquet"
+        write_atomic(path, content.getvalue())
+        if before and before != path:
+            os.unlink(before)
+        self._parts[name] = number, path, table
+        if len(content.getvalue()) >= PART:
+            del self._parts[name]
+
+
+def _rows(result: BatchResult) -> list[dict[str, Any]]:
+    key = result.key
+    shared = {
+        "treatment": key.id, "text": key.text, "recipe_sha256": key.recipe_sha256, **key.group._asdict(),
+        "operand": key.operand, "is_whole": key.is_whole, "replays": key.replays,
+        "base": key.base.id if key.base else None, "batch": result.batch,
+        "seconds": result.seconds / len(result.losses),
+    }  # fmt: skip
+    known = {name: getattr(result, name) for name in ("kl", "kl_reversed") if getattr(result, name)}
+    return [
+        shared
+        | {"sequence": at, "tokens": result.tokens[at], "loss": loss}
+        | {name: values[at] for name, values in known.items()}
+        for at, loss in enumerate(result.losses)
+    ]
+
+
+def experiment_files(directory: Path) -> list[str]:
+    """The files of a run's experiment, relative to its directory."""
+    return [f"{EXPERIMENT}/{path.name}" for *_, path in _files(directory)]
+
+
+def _files(directory: Path) -> list[tuple[str, int, Path]]:
+    """(table, number, path) in their order."""
+    paths = []
+    with suppress(FileNotFoundError, NotADirectoryError):
+        paths = [directory / EXPERIMENT / name for name in os.listdir(directory / EXPERIMENT)]
+    own = [path for path in paths if re.fullmatch(RESULT_FILE, path.name)]
+    return sorted((path.name.split("-")[0], int(path.name.split("-")[1]), path) for path in own)
+
+
+def _read(directory: Path, name: str) -> list[dict[str, Any]]:
+    """The rows of a table. Raises RunError for a damaged file, and OSError."""
+    for _ in range(ATTEMPTS - 1):
+        with suppress(FileNotFoundError):  # replaced since it was listed
+            return _read_once(directory, name)
+    return _read_once(directory, name)
+
+
+def _read_once(directory: Path, name: str) -> list[dict[str, Any]]:
+    parts: dict[int, pa.Table] = {}
+    for table, number, path in _files(directory):
+        if table != name:
+            continue
+        content = read_file(path, MOST_PART, directory)
+        if f"{zlib.crc32(content):08x}" != path.stem.rpartition("-")[2]:
+            raise RunError(f"its {EXPERIMENT}/{path.name} is damaged: its CRC-32 is {zlib.crc32(content):08x}")
+        try:
+            rows = pq.read_table(pa.BufferReader(content), schema=EXPERIMENT_TABLES[name])
+        except (pa.ArrowException, ValueError, OSError) as error:
+            raise RunError(f"its {EXPERIMENT}/{path.name} cannot be read: {describe(error)}") from None
+        if number not in parts or len(rows) > len(parts[number]):
+            parts[number] = rows
+    return [row for number in sorted(parts) for row in parts[number].to_pylist()]
+
+
+def read_results(directory: Path) -> list[BatchResult]:
+    """The results of a run in the order in which they were measured, without log-probabilities and routes; [] for a run
+    without an experiment. A batch that was measured again with more sequences, or fewer, has a result of each size.
+    Raises RunError for a damaged file, and OSError."""
+    rows = _read(directory, "results")
+    keys = _keys(rows)
+    by_pass: list[list[dict[str, Any]]] = []
+    for row in rows:
+        if row["sequence"] == 0 or not by_pass:
+            by_pass.append([])
+        by_pass[-1].append(row)
+    results = []
+    for own in by_pass:
+        treatment, batch = own[0]["treatment"], own[0]["batch"]
+        places = [(row["treatment"], row["batch"], row["sequence"]) for row in own]
+        if treatment not in keys or places != [(treatment, batch, number) for number in range(len(own))]:
+            raise RunError(f"its {EXPERIMENT} is damaged: batch {batch} of treatment {treatment} is incomplete")
+        results.append(
+            BatchResult(
+                keys[treatment],
+                batch,
+                tuple(_number(row["loss"]) for row in own),
+                tuple(row["tokens"] for row in own),
+                _values(own, "kl"),
+                _values(own, "kl_reversed"),
+                math.fsum(row["seconds"] or 0 for row in own),
+            )
+        )
+    return results
+
+
+def _keys(rows: Iterable[dict[str, Any]]) -> dict[str, TreatmentKey]:
+    """The treatments of rows by their ids; those whose base has no row are left out."""
+    described = {row["treatment"]: row for row in rows}
+    keys: dict[str, TreatmentKey] = {}
+    for bases in (True, False):
+        for treatment, row in described.items():
+            if (row["base"] is None) is bases and (bases or row["base"] in keys):
+                group = EffectGroup(row["part"], row["layer_index"], row["module"])
+                words = row["text"], row["recipe_sha256"], group, row["operand"], row["is_whole"], row["replays"]
+                keys[treatment] = TreatmentKey(*words, None if bases else keys[row["base"]])
+    return keys
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _values(rows: Sequence[dict[str, Any]], name: str) -> tuple[float, ...]:
+    """() if no row has a value."""
+    values = tuple(_number(row[name]) for row in rows)
+    return () if all(row[name] is None for row in rows) else values
+
+
+def read_logprobs(directory: Path) -> dict[Place, list[Floats]]:
+    """The log-probabilities of the tokens that count, of each sequence of a batch. Raises as `read_results`."""
+    logprobs: dict[Place, dict[int, Floats]] = {}
+    for row in _read(directory, "tokens"):
+        sequences = logprobs.setdefault((row["treatment"], row["batch"]), {})
+        sequences[row["sequence"]] = np.asarray(row["logprobs"], np.float64)
+    return {place: [own[at] for at in sorted(own)] for place, own in logprobs.items()}
+
+
+def read_routes(directory: Path) -> dict[Place, list[list[RouterChoices]]]:
+    """The choices of the routers, of each sequence of a batch. Raises as `read_results`."""
+    routes: dict[Place, dict[int, dict[tuple[int, str], RouterChoices]]] = {}
+    for row in _read(directory, "routes"):
+        choices = np.asarray(row["choices"], np.int64).reshape(len(row["margins"]), row["chosen"])
+        router = RouterChoices(
+            row["layer_index"], row["module"], row["experts"], choices, np.asarray(row["margins"], np.float64)
+        )
+        sequences = routes.setdefault((row["treatment"], row["batch"]), {})
+        sequences.setdefault(row["sequence"], {})[router.layer_index, router.module] = router
+    return {place: [list(own[at].values()) for at in sorted(own)] for place, own in routes.items()}
+
+
+def check_experiment(directory: Path) -> None:
+    """Raise RunError for a damaged file of an experiment, or for one of an earlier version; OSError."""
+    check_former(directory)
+    for name in EXPERIMENT_TABLES:
+        _read(directory, name)
+
+
+def check_former(directory: Path) -> None:
+    """Raise RunError for a file of an earlier version."""
+    for name, instead in FORMER.items():
+        if os.path.lexists(directory / name):
+            raise RunError(f"its {name} is of an earlier version, and is not read: {instead}")

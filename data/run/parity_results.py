@@ -1,0 +1,281 @@
+"""Parity of two policies, a reading of the results of an experiment (data/run/experiment.py).
+
+Of two recipes on a model, the base is the training policy, and treatments are the rollout policy, all products of it or
+one group at a time. Of dumps of a tool, the base has its trainer's log-probabilities and the treatment those of its
+rollout engine; a batch is a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from binade.data.compare import evidence
+from binade.data.compare.evidence import Estimate, Measure, Sentence
+from binade.data.compare.parity import Policies, Row, joined, quantities
+from binade.data.compare.routing import Routing, read_routing
+from binade.data.run.directory import RunError, read_run
+from binade.data.run.experiment import (
+    NONE,
+    BatchResult,
+    EffectGroup,
+    Floats,
+    Place,
+    TreatmentKey,
+    check_former,
+    read_logprobs,
+    read_results,
+)
+
+UNROUNDED = "bf16"  # the name of the base without rounding
+TRAINER = TreatmentKey("trainer")
+"""The base of imported log-probabilities."""
+ALL = "all"  # the step of all tokens
+CHANGE = Measure(
+    "abs_logprob", "|Δ log-probability|", "nats", "|d| of the text's tokens, mean within each sequence, then over these"
+)
+DIVERGENCE = Measure(
+    "divergence",
+    "KL(R‖T)",
+    "nats",
+    "of the next token over the whole vocabulary, mean within each sequence, then over these",
+)
+Numbers = tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Value:
+    """A quantity of data.compare.parity: its name, and the values of its Row."""
+
+    name: str
+    over_tokens: float | None
+    over_sequences: float | None
+    median_of_tokens: float | None
+    median_of_sequences: float | None
+
+    @staticmethod
+    def of(row: Row) -> Value:
+        values = row.over_tokens, row.over_sequences, row.median_of_tokens, row.median_of_sequences
+        return Value(row.measure.name, *values)
+
+    @property
+    def main(self) -> float | None:
+        """Over tokens; of a quantity of sequences, over sequences."""
+        return self.over_sequences if self.over_tokens is None else self.over_tokens
+
+
+@dataclass(frozen=True)
+class ParityStep:
+    """The quantities of one step of a dump, or of ALL tokens. left_out: tokens without a finite log-probability."""
+
+    name: str
+    sequences: int
+    tokens: int
+    left_out: int
+    values: tuple[Value, ...]
+
+    @staticmethod
+    def of(name: str, pair: Policies) -> ParityStep:
+        values = tuple(Value.of(row) for row in quantities(pair))
+        return ParityStep(name, pair.sequences, len(pair.rollout), pair.left_out, values)
+
+
+@dataclass(frozen=True)
+class GroupGap:
+    """The gap that a group of products makes alone; of all products, the whole gap.
+
+    operand      the operand that differs or was changed; "" for both
+    is_whole     whether all that differs in the group was changed
+    changes      mean |Δ log-probability| of each sequence, in nats
+    divergences  KL(R ‖ T) of the next token, the mean of each sequence; empty if only the log-probabilities of the
+                 text's tokens are known
+    """
+
+    part: str
+    layer_index: int | None
+    module: str | None
+    operand: str
+    is_whole: bool
+    changes: Numbers
+    divergences: Numbers = ()
+
+    @property
+    def group(self) -> EffectGroup:
+        return EffectGroup(self.part, self.layer_index, self.module)
+
+    @property
+    def name(self) -> str:
+        """ "layer2 fc1 linear, weight"."""
+        return f"{self.group}, {self.operand}" if self.operand else str(self.group)
+
+    @property
+    def is_product(self) -> bool:
+        """Whether it is one product."""
+        return self.layer_index is not None and self.module is not None
+
+    @property
+    def change(self) -> Estimate:
+        """The mean of `changes`, with Student's interval over sequences."""
+        return evidence.mean(CHANGE, self.changes, "sequences")
+
+    @property
+    def divergence(self) -> Estimate:
+        """The mean of `divergences`, with Student's interval over sequences; NaN if there are none."""
+        return evidence.mean(DIVERGENCE, self.divergences, "sequences")
+
+
+@dataclass(frozen=True)
+class Parity:
+    """A result.
+
+    rollout, training  the recipes; of dumps, the tool and "trainer"
+    tool               that wrote the dumps; "" for two recipes
+    steps              ALL first, then each step if there are several
+    gaps               of all products first, then of groups, the largest first; of dumps, only the first
+    routing            of two recipes on a model with experts
+    """
+
+    rollout: str
+    training: str
+    tool: str
+    steps: tuple[ParityStep, ...]
+    gaps: tuple[GroupGap, ...]
+    routing: Routing | None = None
+
+    @property
+    def title(self) -> str:
+        """ "mxfp4 against bf16"."""
+        return f"dumps of {self.tool}" if self.tool else f"{self.rollout} against {self.training}"
+
+
+class Replay(NamedTuple):
+    """The gap with each policy's own routes, that with the rollout's routes in the training policy, and the second
+    minus the first, paired by sequence."""
+
+    own: Estimate
+    replayed: Estimate
+    difference: Estimate
+
+    @property
+    def disappears(self) -> float:
+        """The share of the gap that disappears; NaN for a gap of 0."""
+        return 1 - self.replayed.value / self.own.value if self.own.value else math.nan
+
+
+def findings(gaps: Iterable[GroupGap]) -> list[Sentence]:
+    """Which group changes the log-probabilities most, of those of one granularity, if sequences can tell. gaps: all
+    products first."""
+    whole, *others = gaps
+    single = [gap for gap in others if gap.is_whole and (gap.layer_index is not None or gap.module)]
+    if len(whole.changes) < 2 or len(single) < 2:
+        return []
+    kinds: dict[tuple[bool, bool], list[GroupGap]] = {}
+    for gap in single:
+        kinds.setdefault((gap.layer_index is None, gap.module is None), []).append(gap)
+    return [
+        evidence.largest({gap.name: dict(enumerate(gap.changes)) for gap in kind},
+                         CHANGE, "The largest change of log-probabilities", "sequences")
+        for kind in kinds.values() if len(kind) > 1
+    ]  # fmt: skip
+
+
+def replay(whole: GroupGap, routing: Routing) -> list[Replay]:
+    """What the routes contribute to the gap, by its change of log-probabilities and its divergence."""
+    of = ((CHANGE, whole.changes, routing.changes), (DIVERGENCE, whole.divergences, routing.divergences))
+    return [
+        Replay(
+            evidence.mean(measure, gaps, "sequences"),
+            evidence.mean(measure, replayed, "sequences"),
+            evidence.paired(measure, dict(enumerate(replayed)), dict(enumerate(gaps)), "sequences"),
+        )
+        for measure, gaps, replayed in of
+    ]
+
+
+def routing_findings(whole: GroupGap, routing: Routing) -> list[Sentence]:
+    """How many tokens flip, and whether the gap with replayed routes is another."""
+    change, _ = replay(whole, routing)
+    flips = evidence.say("Tokens whose experts differ in at least one layer: {share}.", share=routing.any)
+    items = [("the gap with the rollout’s routes in training", change.difference)]
+    return [flips, evidence.effects(items, "the gap with own routes")]
+
+
+@dataclass(frozen=True, eq=False)
+class Gap:
+    """A treatment against its base, token by token.
+
+    steps        the two policies by batch: of the rollout, the treatment; of the training, its base
+    divergences  KL(R ‖ T) of the next token over the whole vocabulary, the mean of each sequence in nats
+    """
+
+    key: TreatmentKey
+    steps: tuple[Policies, ...]
+    divergences: tuple[float, ...]
+
+    @property
+    def policies(self) -> Policies:
+        return joined(self.steps)
+
+    @property
+    def record(self) -> GroupGap:
+        """The gap by sequence."""
+        pair = self.policies
+        changes = tuple(pair.means(np.abs(pair.d)).tolist())
+        return GroupGap(*self.key.group, self.key.operand, self.key.is_whole, changes, self.divergences)
+
+
+def gaps_of(results: Sequence[BatchResult], logprobs: dict[Place, list[Floats]]) -> list[Gap]:
+    """The gaps of the treatments with log-probabilities: that of all products first, then those of groups, the largest
+    change of the log-probabilities first. Replayed routes are not among them. Raises ValueError where a base is missing
+    or no token counts."""
+    by_key: dict[TreatmentKey, list[BatchResult]] = {}
+    for result in results:
+        if result.key.base and not result.key.replays and result.place in logprobs:
+            by_key.setdefault(result.key, []).append(result)
+    found = [_gap(key, sorted(own, key=lambda result: result.batch), logprobs) for key, own in by_key.items()]
+    whole = [gap for gap in found if gap.key.group == EffectGroup() and gap.key.is_whole]
+    others = [gap for gap in found if gap not in whole]
+    return [*whole, *sorted(others, key=lambda gap: float(np.mean(gap.record.changes)), reverse=True)]
+
+
+def _gap(key: TreatmentKey, results: Sequence[BatchResult], logprobs: dict[Place, list[Floats]]) -> Gap:
+    assert key.base is not None
+    steps, divergences = [], list[float]()
+    for result in results:
+        if (key.base.id, result.batch) not in logprobs:
+            raise ValueError(f"batch {result.batch} of {key.base.text or UNROUNDED} is missing")
+        steps.append(Policies.by_sequence(logprobs[result.place], logprobs[key.base.id, result.batch]))
+        pairs = zip(result.kl_reversed, result.tokens, strict=bool(result.kl_reversed))
+        divergences += [value for value, tokens in pairs if tokens]
+    return Gap(key, tuple(steps), tuple(divergences))
+
+
+def read_gaps(directory: Path) -> list[Gap]:
+    """`gaps_of` the experiment of a run; [] without one. Raises RunError if it is damaged, and OSError."""
+    try:
+        return gaps_of(read_results(directory), read_logprobs(directory))
+    except (ValueError, KeyError) as error:
+        raise error if isinstance(error, RunError) else RunError(f"its experiment is damaged: {error}") from None
+
+
+def read_parity(directory: Path) -> Parity | None:
+    """The parity of the two policies of a run; None if it has none. Raises RunError if it is damaged, and OSError."""
+    check_former(directory)
+    gaps = read_gaps(directory)
+    if not gaps:
+        return None
+    whole, base = gaps[0], gaps[0].key.base
+    steps = [ParityStep.of(ALL, whole.policies)]
+    records = tuple(gap.record for gap in gaps)
+    if base == TRAINER:
+        names: Any = read_run(directory).config.get("steps", [])
+        if len(whole.steps) > 1:
+            steps += [ParityStep.of(str(name), pair) for name, pair in zip(names, whole.steps, strict=False)]
+        return Parity("rollout engine", "trainer", whole.key.text, tuple(steps), records)
+    training = UNROUNDED if base is None or base == NONE else base.text
+    return Parity(whole.key.text, training, "", tuple(steps), records, read_routing(directory))

@@ -1,0 +1,1 @@
+"""Fields, names, filters and texts: each word once."""
