@@ -240,8 +240,8 @@ def _nothing(opened: Catalog, where: Filter, fmt: str) -> str:
     if runs := [labels[run] for run in _runs_with_steps(opened) if not where.run_id or run not in where.run_id]:
         return f"This run has no twin step with this measure: choose another one, such as {evidence.listed(runs)}."
     return (
-        "No twin step was recorded: record one with --twin 16 or, in your own loop, with recorder.twin. Tensor › "
-        "Compared with tells rounding from drift without one."
+        "No twin step was recorded: record one with --twin 16 or, in your own loop, with recorder.twin. Without "
+        "one, Compared with on the page Tensor tells rounding from drift."
     )
 
 

@@ -72,7 +72,7 @@ def note(found: Drawn) -> str:
 
 def test_without_a_twin_step_the_map_says_how_to_record_one(tmp_path: Path):
     (problem,) = answer(tmp_path).problems
-    assert "--twin 16" in problem and "recorder.twin" in problem and "Tensor › Compared with" in problem
+    assert "--twin 16" in problem and "recorder.twin" in problem and "Compared with on the page Tensor" in problem
 
 
 def test_a_cell_is_the_bias_of_its_gradient(tmp_path: Path):

@@ -176,7 +176,7 @@ def test_a_run_that_is_here_is_kept_or_refused(source: Path, packed: Path, tmp_p
 def test_what_cannot_be_written(source: Path, tmp_path: Path):
     writer = make_run(tmp_path / "live", assorted(5))
     writer.update(state=RUNNING, finished=None)
-    with pytest.raises(BundleError, match="still running"):
+    with pytest.raises(BundleError, match="is running"):
         bundle.write(tmp_path / "live", tmp_path / "a.zip", [writer.run_id], None)
     with pytest.raises(BundleError, match="cannot be bundled"):
         bundle.write(source, tmp_path / "a.zip", ["absent"], None)
@@ -412,7 +412,7 @@ def hostile(case: str, packed: Path) -> tuple[Archive, str]:
     if case == "running":
         name = f"{run_of(archive)}/status.json"
         archive.put(name, json.dumps(json.loads(archive.files[name]) | live()).encode())
-        words = "still running"
+        words = "is running"
     return archive, words
 
 
