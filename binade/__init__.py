@@ -15,6 +15,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from binade import moved
+
 if TYPE_CHECKING:
     from binade.collector import Merge, Recorder, Watch, coverage, instrument, instrument_provider, measure
     from binade.collector import TrainerCallback as TrainerCallback  # not in __all__: it needs transformers
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from binade.quant import FORMATS, compare, conform, fake_quantize, identify, quantize
 
 __version__ = "0.1.0"
+moved.install()
 
 _HOME = {
     "FORMATS": "quant",
