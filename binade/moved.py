@@ -43,6 +43,9 @@ MOVED = {
 
 
 class _Former(MetaPathFinder, Loader):
+    def __init__(self) -> None:
+        self._specs: dict[str, ModuleSpec | None] = {}  # of modules by their present names, while they are imported
+
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
@@ -50,17 +53,12 @@ class _Former(MetaPathFinder, Loader):
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = import_module(MOVED[spec.name])
-        self._specs[spec.name] = module.__spec__
+        self._specs[module.__name__] = module.__spec__  # which importlib replaces by that of the former name
         return module
 
     def exec_module(self, module: ModuleType) -> None:
         """It was executed under its present name, whose spec it gets back."""
-        for former in list(self._specs):
-            if module.__name__ == MOVED[former]:
-                module.__spec__ = self._specs.pop(former)
-
-    def __init__(self) -> None:
-        self._specs: dict[str, ModuleSpec | None] = {}
+        module.__spec__ = self._specs.pop(module.__name__)
 
 
 def install() -> None:
