@@ -186,8 +186,6 @@ def _every(opened: Catalog, where: Filter, run_ids: Collection[str]) -> Iterable
     return opened.runs()["run_id"]
 
 
-TAKES: Mapping[str, Any] = {"chosen": rows_of, "hidden": rows_of}
-SELECTS: Mapping[str, Any] = {"columns": lambda opened: AnyText(), "sort": lambda opened: AnyText()}
 RUNS = Question(
     text="How did the runs train?",
     title="Runs",
@@ -198,8 +196,8 @@ RUNS = Question(
     draw=draw,
     controls=(SMOOTH, SCALE, WARMUP),
     narrow=_controls,
-    takes=dict(TAKES),
-    selects=dict(SELECTS),
+    takes={"chosen": rows_of, "hidden": rows_of},
+    selects={"columns": lambda opened: AnyText(), "sort": lambda opened: AnyText()},
     at_once=("chosen", "hidden", "smooth", "scale", "warmup"),
     of_runs=True,
     empty=True,
