@@ -11,7 +11,7 @@ from binade.collector.jobs.runner import start_runner
 from binade.collector.jobs.state import JobState, view_of
 from binade.collector.training.plan import plan
 from binade.data.run.access import check_writable
-from binade.data.run.directory import CANCELLED, JOB_FILE, NotBegunError, RunError, delete_run, now, read_run, settle
+from binade.data.run.directory import CANCELLED, JOB_FILE, delete_run, has_not_begun, now, settle
 from binade.data.run.store import remove_directory
 
 
@@ -63,14 +63,7 @@ def delete(root: Path, number: int, *, with_run: bool = False) -> None:
         if view.active:
             raise JobError(f"job {number} is {view.state}: cancel it first")
         directory = directory_of(root, job)
-        try:
-            read_run(directory)
-            has_begun = True
-        except NotBegunError:
-            has_begun = False
-        except RunError:  # damaged: what is left of it is kept
-            has_begun = True
-        if not has_begun:
+        if has_not_begun(directory):  # a run that is damaged has begun: what is left of it is kept
             remove_directory(directory)
         elif with_run:
             delete_run(directory)

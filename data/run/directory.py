@@ -509,10 +509,10 @@ def note_continued(root: Path, run_id: str) -> None:
         write_json(queued / STATUS_FILE, replace(read_status(queued), continues=run_id))
 
 
-def _has_not_begun(directory: Path) -> bool:
+def has_not_begun(directory: Path) -> bool:
     """Whether a directory without run.json is that of a queued run, and not of one that has lost it."""
     with suppress(OSError):
-        left = any((directory / name).exists() for name in ("loss.jsonl", "experiment"))
+        left = any((directory / name).exists() for name in (RUN_FILE, "loss.jsonl", "experiment"))
         return (directory / JOB_FILE).is_file() and not left and not any((directory / "segments").glob("*"))
     return False
 
@@ -619,7 +619,7 @@ def read_run(directory: Path) -> RunInfo:
         config = read_json(RunFile, directory / RUN_FILE)
         status = read_status(directory)
     except FileNotFoundError as error:
-        if Path(error.filename).name == RUN_FILE and _has_not_begun(directory):
+        if Path(error.filename).name == RUN_FILE and has_not_begun(directory):
             raise NotBegunError(f"{directory.name} has not begun") from None
         raise RunError(f"{directory.name} is not a run: {Path(error.filename).name} is missing") from None
     except (OSError, ValueError) as error:
