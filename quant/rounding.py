@@ -53,9 +53,9 @@ def times_pow2(x: Tensor, exponent: Tensor) -> Tensor:
 def noise(count: int, seed: int, device: torch.device) -> Tensor:
     """Uniform float32 in [0, 1) with 16 bits, one for each element index: a function of (seed, index) alone.
 
-    Two multiplications with one shift between them, so that kernels spend few instructions on it. The constants were
-    chosen from 200 for values that look independent at distances up to 65536. The key, which is added to the index, is
-    the seed mixed by "lowbias32" of C. Wellons' hash-prospector.
+    The index plus one key is multiplied, then mixed by "lowbias32" of C. Wellons' hash-prospector, whose first step
+    also takes a second key. One multiplication less leaves elements that are 13,975,968 apart correlated by 0.87; one
+    key alone makes the noise of two seeds the same sequence, shifted.
     """
     mask = 0xFFFFFFFF
 
@@ -66,7 +66,8 @@ def noise(count: int, seed: int, device: torch.device) -> Tensor:
 
     index = torch.arange(count, device=device, dtype=torch.int64) & mask
     h = (((index + mix(seed & mask)) & mask) * 0xDCF94B3B) & mask
-    h = ((h ^ (h >> 13)) * 0x8A9D33D9) & mask
+    h = ((h ^ (h >> 16) ^ mix((seed & mask) ^ 0x9E3779B9)) * 0x7FEB352D) & mask
+    h = ((h ^ (h >> 15)) * 0x846CA68B) & mask
     return ((h >> 16) ^ 0x8000).to(torch.float32) * 2.0**-16  # kernels treat them as signed numbers
 
 

@@ -138,11 +138,17 @@ inline uint32_t mix(uint32_t h) {  // lowbias32
     return h ^ (h >> 16);
 }
 
+struct NoiseKey {
+    uint32_t first, second;
+    explicit NoiseKey(uint32_t seed) : first(mix(seed)), second(mix(seed ^ 0x9E3779B9u)) {}
+};
+
 // 16 random bits of the element with this flat index, from -2^15; 0 where rounding needs none. See rounding.noise.
-inline int32_t noise(int64_t index, uint32_t key) {
+inline int32_t noise(int64_t index, NoiseKey key) {
     if (ROUNDING != STOCHASTIC) return 0;
-    uint32_t h = (static_cast<uint32_t>(index) + key) * 0xDCF94B3Bu;
-    h = (h ^ (h >> 13)) * 0x8A9D33D9u;
+    uint32_t h = (static_cast<uint32_t>(index) + key.first) * 0xDCF94B3Bu;
+    h = (h ^ (h >> 16) ^ key.second) * 0x7FEB352Du;
+    h = (h ^ (h >> 15)) * 0x846CA68Bu;
     return static_cast<int32_t>(h) >> 16;
 }
 
@@ -408,14 +414,14 @@ struct Quantizer {
     Grid grid;
     bool packed;  // y has room for one strip only, its rows STRIP apart
     bool divide;
-    uint32_t key;
+    NoiseKey key;
     const float* absmax;  // what NVFP4 needs, of run i at absmax[i * step]
     int64_t step;
 
     Quantizer(const Format& format, const Factors* given, const VALUE* x, VALUE* y, float* scales, const Grid& grid,
               const float* absmax, int64_t step, uint32_t seed, bool packed)
         : f(format), given(given), x(x), y(y), scales(given ? nullptr : scales), grid(grid), packed(packed),
-          divide(given ? given->from[3] != nullptr : format.rule == FOUR_OVER_SIX), key(mix(seed)), absmax(absmax),
+          divide(given ? given->from[3] != nullptr : format.rule == FOUR_OVER_SIX), key(seed), absmax(absmax),
           step(step) {}
 
     // Values [first, last) of a flat tensor that shares its factors.
@@ -444,14 +450,14 @@ struct Quantizer {
     LOOPS void flat_of(int64_t first, int64_t last) const {
         const Format g = f;
         const Scale s{given->one(0), given->one(1), given->one(2), given->one(3)};
-        const uint32_t k = key;
+        const NoiseKey k = key;
         for (int64_t i = first; i < last; i++) store(y + i, quantized<Divide>(load(x + i), s, g, noise(i, k)));
     }
 
     template <bool Divide>
     LOOPS void rows_of(int64_t first, int64_t last) const {
         const Format g = f;
-        const uint32_t k = key;
+        const NoiseKey k = key;
         const int64_t length = std::min(grid.block, grid.axis), together = batch(grid);
         float largest[BATCH];
         Scales<BATCH> found;
@@ -482,7 +488,7 @@ struct Quantizer {
     template <bool Divide>
     LOOPS void strips_of(int64_t first, int64_t last) const {
         const Format g = f;
-        const uint32_t k = key;
+        const NoiseKey k = key;
         float largest[STRIP];
         Scales<STRIP> found;
         for (int64_t s = first; s < last; s++) {

@@ -64,7 +64,8 @@ def noise(start, rows, columns, seed):
     The terms are multiplied one by one, so that a thread multiplies once for each of its rows and columns."""
     h = (start.to(tl.uint32) + mix(seed.to(tl.uint32))) * 0xDCF94B3B
     h = h + rows.to(tl.uint32) * 0xDCF94B3B + columns.to(tl.uint32) * 0xDCF94B3B
-    h = (h ^ (h >> 13)) * 0x8A9D33D9
+    h = (h ^ (h >> 16) ^ mix(seed.to(tl.uint32) ^ 0x9E3779B9)) * 0x7FEB352D
+    h = (h ^ (h >> 15)) * 0x846CA68B
     return h.to(tl.int32, bitcast=True) >> 16
 
 

@@ -35,9 +35,6 @@ LINE = 256
 GEMM_COLUMNS = 16
 NEIGHBORS, ROWS = 16, 16
 """Distances along a row, and numbers of rows, at which draws must be independent."""
-REPEATED = 0.25
-"""A correlation of draws from which on they count as repeated, at any distance. Good hashes of a counter have smaller
-ones at single distances."""
 COMPARISONS = len(DISTANCES) + len(FINE) + GEMM_COLUMNS + 6
 """How many comparisons share ALPHA; the lags of one correlation share its part."""
 LEVEL = ALPHA / COMPARISONS
@@ -195,7 +192,7 @@ def _repeats(draws: Draws) -> CaseRow:
     count = len(coins[0])
     terms = count - torch.arange(count, dtype=torch.float64, device=coins[0].device)
     pairs = [(0, 0), *((i, j) for i in range(CALLS) for j in range(CALLS) if i != j)]
-    limit = torch.maximum(_bound(terms, len(pairs) * count), REPEATED * terms)
+    limit = _bound(terms, len(pairs) * count)
     for first, second in pairs:
         lags = (_correlations(coins[first], coins[second]).abs() > limit).nonzero().reshape(-1)
         lags = lags[lags > 0]

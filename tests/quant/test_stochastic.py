@@ -99,3 +99,26 @@ def test_noise_of_neighbours_is_independent(distance):
     counts = torch.bincount(cells[:-distance] * 16 + cells[distance:], minlength=256).double()
     chi_square = float(((counts - 1024) ** 2 / 1024).sum())
     assert 150 < chi_square < 380  # 255 degrees of freedom: mean 255, deviation 22.6
+
+
+def largest_agreement(a: torch.Tensor, b: torch.Tensor) -> float:
+    """|mean exp(2πi (ka - mb))| over small k and m, shape (elements,): 1/√elements if a and b are independent."""
+    pairs = [(1, 1), (2, 2), (3, 3), (1, -1), (2, -2), (1, 2), (2, 1), (1, 3), (3, 1)]
+    angles = [2 * torch.pi * (k * a.double() - m * b.double()) for k, m in pairs]
+    return max(float(torch.polar(torch.ones_like(t), t).mean().abs()) for t in angles)
+
+
+@pytest.mark.parametrize("distance", [543140, 1086280, 3629777, 10346191, 13975968])
+def test_noise_is_independent_where_the_first_product_is_almost_the_same(distance):
+    """At these distances two indices' products with the first multiplier differ by 32 to 2456, modulo 2^32."""
+    u = noise(distance + (1 << 16), 5, torch.device("cpu"))
+    assert largest_agreement(u[: 1 << 16], u[distance:]) < 6 / 2**8
+
+
+@pytest.mark.parametrize(("seed", "other", "distance"), [(298, 864, 4091), (912, 126, 12396), (299, 930, 17236)])
+def test_noise_of_seeds_with_keys_close_together_is_independent(seed, other, distance):
+    """The first keys of these seeds differ by `distance`: with one key, both had the same noise this far apart."""
+    u, v = (noise(distance + (1 << 16), s, torch.device("cpu")) for s in (seed, other))
+    assert largest_agreement(u[: 1 << 16], v[distance:]) < 6 / 2**8
+    assert largest_agreement(u[distance:], v[: 1 << 16]) < 6 / 2**8
+    assert largest_agreement(u[: 1 << 16], v[: 1 << 16]) < 6 / 2**8
