@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from binade.quant.elements import Overflow, RoundingMode
@@ -78,7 +78,7 @@ class Spec(Options):
             if name in given:
                 raise SpecError(f"{name} is given twice in {text!r}: give it once")
             given[name] = value
-        return cls._decide(fmt, given)
+        return _of_texts(fmt, tuple(given.items()))
 
     @classmethod
     def _decide(cls, fmt: Format, given: Mapping[str, object]) -> Spec:
@@ -288,6 +288,11 @@ OPTIONS = {
     )
 }  # fmt: skip
 """The options of a spec, in the order in which they are decided."""
+
+
+@lru_cache(maxsize=4096)  # a page reads the same texts many times
+def _of_texts(fmt: Format, given: tuple[tuple[str, str], ...]) -> Spec:
+    return Spec._decide(fmt, dict(given))
 
 
 def known_specs(texts: Iterable[str]) -> list[str]:
