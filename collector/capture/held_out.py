@@ -23,7 +23,7 @@ from binade.collector.capture.observer import Hook, part_at
 from binade.collector.capture.twin import kept
 from binade.collector.errors import ConfigError
 from binade.collector.models.parallel import Call
-from binade.data.run.held_out import HeldOut
+from binade.data.run.evaluations import HeldOut
 from binade.quant.gemm import Rounding
 from binade.quant.specs import GemmFormats
 

@@ -1,6 +1,6 @@
 """The twin step: one micro-batch on the same weights, without the recipe and with it, once per rounding seed.
 
-It separates what rounding does to a gradient now from how far two runs have drifted apart: see data.run.twin.
+It separates what rounding does to a gradient now from how far two runs have drifted apart: see data.run.evaluations.
 
 Nothing changes for training: gradients are computed without accumulating them, buffers and torch's random numbers are
 restored, and the passes draw from seeds of their own and use copies of the scale histories.
@@ -22,7 +22,7 @@ from binade.collector.capture.instrumented import Instrumented
 from binade.collector.capture.observer import Hook, part_at
 from binade.collector.models.parallel import Call
 from binade.collector.models.site import Site
-from binade.data.run.twin import STEP, GradientTwin, Twin
+from binade.data.run.evaluations import STEP, GradientTwin, Twin
 from binade.quant.gemm import Rounding
 from binade.quant.specs import GemmFormats
 
