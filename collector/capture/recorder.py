@@ -23,7 +23,7 @@ from binade.collector.capture.adapters.dtensor import is_dtensor
 from binade.collector.capture.adapters.layer import InstrumentError, Layer, numbers_left_out
 from binade.collector.capture.clock import PASSES_BEFORE_WARNING, Clock, Moment, PassCounter, running_backward
 from binade.collector.capture.evaluation import Evaluate
-from binade.collector.capture.held_out import Evaluations
+from binade.collector.capture.evaluations import Evaluations
 from binade.collector.capture.instrumented import Instrumented
 from binade.collector.capture.measure import WORDS, Measurer, RecorderError, check_record, dtype_name, warm_up
 from binade.collector.capture.observer import Observing
@@ -31,7 +31,6 @@ from binade.collector.capture.options import Merge, Watch, saving_enabled, words
 from binade.collector.capture.policy import Policy
 from binade.collector.capture.rows import Drafts
 from binade.collector.capture.session import Continued, RecordingSession
-from binade.collector.capture.twin import Twins
 from binade.collector.capture.valid import Valid
 from binade.collector.errors import ConfigError
 from binade.collector.models.site import Site
@@ -408,7 +407,8 @@ class Recorder:
             session.writing.run(lambda: session.monitor.see_loss(iteration, float(value)))
 
     def twin(self, loss: Callable[[], Tensor], times: int = 1) -> Twin:
-        """Run one micro-batch on the current weights without the recipe, and `times` times with it: see capture.twin.
+        """Run one micro-batch on the current weights without the recipe, and `times` times with it: see
+        data.run.evaluations.
 
             twin = recorder.twin(lambda: model(**batch).loss, times=4)
 
@@ -417,10 +417,10 @@ class Recorder:
         result is also added to the run's experiment, unless the run has several ranks: gradients are those of this
         rank. Not with reentrant checkpoints. Raises RecorderError without an instrumented model or with find_nan.
         """
-        twins = Twins(*self._on_these_weights("twin"))
+        evaluations = Evaluations(*self._on_these_weights("twin"))
         if times < 1:
             raise ConfigError(f"times is {times}: expected at least 1")
-        twin = twins(loss, times)
+        twin = evaluations.twin(loss, times)
         if self.entered and self.ranks.size == 1:
             self._keep(add_twin, twin)
         return twin

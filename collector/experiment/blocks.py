@@ -7,8 +7,9 @@ inputs of the base, only its own rounding is left.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -59,22 +60,15 @@ class BlockOutputs:
         ended = min((self.first[key] for key in keys if key in self.first), default=len(self.ended))
         return dict(self.outputs[:ended])
 
-    @contextmanager
-    def kept(self, blocks: Iterable[nn.Module]) -> Iterator[None]:
+    def kept(self, blocks: Iterable[nn.Module]) -> AbstractContextManager[None]:
         """A context in which the outputs of these blocks are added."""
 
-        def keeping(block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-            def keep(*args: Any, **kwargs: Any) -> Any:
-                output = forward(*args, **kwargs)
-                self.add(block, output, (args, kwargs))
-                return output
+        def keep(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            output = forward(*args, **kwargs)
+            self.add(block, output, (args, kwargs))
+            return output
 
-            return keep
-
-        with ExitStack() as undo:
-            for block in blocks:
-                undo.callback(set_on(block, "forward", keeping(block, block.forward)))
-            yield
+        return _in_place_of(blocks, keep)
 
     @contextmanager
     def compared(self, sequences: int, sequence_first: bool, gives_inputs: bool) -> Iterator[Errors]:
@@ -89,21 +83,26 @@ class BlockOutputs:
             why = "one runs twice in a pass" if self.repeats else f"their outputs exceed {self.most >> 30} GiB"
             raise ConfigError(f"errors of blocks cannot be measured: {why if self.ended else 'the model has none'}")
         errors: Errors = {}
+        exact = dict(self.outputs)
 
-        def comparing(block: nn.Module, exact: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
-            def compare(*args: Any, **kwargs: Any) -> Any:
-                if gives_inputs:
-                    args, kwargs = _exchanged((args, kwargs), self.given[block])
-                output = forward(*args, **kwargs)
-                errors[block] = relative_errors(output, exact, sequences, sequence_first)
-                return output
+        def compare(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if gives_inputs:
+                args, kwargs = _exchanged((args, kwargs), self.given[block])
+            output = forward(*args, **kwargs)
+            errors[block] = relative_errors(output, exact[block], sequences, sequence_first)
+            return output
 
-            return compare
-
-        with ExitStack() as undo:
-            for block, exact in self.outputs:
-                undo.callback(set_on(block, "forward", comparing(block, exact, block.forward)))
+        with _in_place_of(exact, compare):
             yield errors
+
+
+@contextmanager
+def _in_place_of(blocks: Iterable[nn.Module], call: Callable[..., Any]) -> Iterator[None]:
+    """A context in which call(block, its forward, arguments) runs in the place of the forward of each block."""
+    with ExitStack() as undo:
+        for block in blocks:
+            undo.callback(set_on(block, "forward", partial(call, block, block.forward)))
+        yield
 
 
 def _exchanged(given: Given, other: Given) -> Given:

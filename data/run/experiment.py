@@ -25,12 +25,12 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -116,6 +116,7 @@ RESULT_FILE = rf"(?:{'|'.join(EXPERIMENT_TABLES)})-[0-9]{{5}}-[0-9a-f]{{8}}\.par
 ATTEMPTS = 5  # to list the files while they are replaced
 Place = tuple[str, int]  # the id of a treatment, and the batch
 Floats = NDArray[np.float64]
+T = TypeVar("T")
 
 
 class EffectGroup(NamedTuple):
@@ -429,34 +430,33 @@ def _values(rows: Sequence[dict[str, Any]], name: str) -> tuple[float, ...]:
 
 def read_logprobs(directory: Path) -> dict[Place, list[Floats]]:
     """The log-probabilities of the tokens that count, of each sequence of a batch. Raises as `read_results`."""
-    logprobs: dict[Place, dict[int, Floats]] = {}
-    for row in read_rows(directory, "tokens"):
-        sequences = logprobs.setdefault((row["treatment"], row["batch"]), {})
-        sequences[row["sequence"]] = np.asarray(row["logprobs"], np.float64)
-    return {place: [own[at] for at in sorted(own)] for place, own in logprobs.items()}
+    places = _by_sequence(directory, "tokens", lambda row: np.asarray(row["logprobs"], np.float64))
+    return {place: [logprobs for (logprobs,) in sequences] for place, sequences in places.items()}
 
 
 def read_routes(directory: Path) -> dict[Place, list[list[RouterChoices]]]:
     """The choices of the routers, of each sequence of a batch. Raises as `read_results`."""
-    routes: dict[Place, dict[int, dict[tuple[int, str], RouterChoices]]] = {}
-    for row in read_rows(directory, "routes"):
+
+    def router(row: dict[str, Any]) -> RouterChoices:
         choices = np.asarray(row["choices"], np.int64).reshape(len(row["margins"]), row["chosen"])
-        router = RouterChoices(
-            row["layer_index"], row["module"], row["experts"], choices, np.asarray(row["margins"], np.float64)
-        )
-        sequences = routes.setdefault((row["treatment"], row["batch"]), {})
-        sequences.setdefault(row["sequence"], {})[router.layer_index, router.module] = router
-    return {place: [list(own[at].values()) for at in sorted(own)] for place, own in routes.items()}
+        margins = np.asarray(row["margins"], np.float64)
+        return RouterChoices(row["layer_index"], row["module"], row["experts"], choices, margins)
+
+    return _by_sequence(directory, "routes", router)
 
 
 def read_blocks(directory: Path) -> dict[Place, list[list[BlockError]]]:
     """The errors of the blocks, of each sequence of a batch, in the order of the model. Raises as `read_results`."""
-    blocks: dict[Place, dict[int, dict[int, BlockError]]] = {}
-    for row in read_rows(directory, "blocks"):
-        sequences = blocks.setdefault((row["treatment"], row["batch"]), {})
-        error = BlockError(row["layer_index"], row["error"], row["own_error"])
-        sequences.setdefault(row["sequence"], {})[row["layer_index"]] = error
-    return {place: [list(own[at].values()) for at in sorted(own)] for place, own in blocks.items()}
+    return _by_sequence(directory, "blocks", lambda row: BlockError(row["layer_index"], row["error"], row["own_error"]))
+
+
+def _by_sequence(directory: Path, name: str, value_of: Callable[[dict[str, Any]], T]) -> dict[Place, list[list[T]]]:
+    """The values of a table's rows by treatment and batch, for each sequence; the last one of each place in a model."""
+    places: dict[Place, dict[int, dict[Any, T]]] = {}
+    for row in read_rows(directory, name):
+        sequences = places.setdefault((row["treatment"], row["batch"]), {})
+        sequences.setdefault(row["sequence"], {})[row.get("layer_index"), row.get("module")] = value_of(row)
+    return {place: [list(own[at].values()) for at in sorted(own)] for place, own in places.items()}
 
 
 def check_experiment(directory: Path) -> None:

@@ -7,21 +7,19 @@ test_null_cases.py counts fewer cases.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from collections.abc import Callable, Mapping
 
 import numpy as np
 from scipy import stats
 from scipy.signal import lfilter
 
-from binade.app.questions.cost.compute import MeasuredCosts, measurement_of, verdict
+from binade.app.questions.cost.compute import MeasuredCosts, verdict
 from binade.data.compare import evidence
 from binade.data.compare.gap_bands import PlainRun, band_of
 from binade.data.compare.held_out import differences, held_out_gap, held_out_sentence
+from binade.data.run.effects import CHANGE, measured_effects
 from binade.data.run.evaluations import HeldOut
-from binade.data.run.experiment import NONE, BatchResult, EffectGroup, ExperimentWriter, TreatmentKey
+from binade.data.run.experiment import NONE, BatchResult, EffectGroup, TreatmentKey
 from binade.data.words.fields import Field
 
 Random = np.random.Generator
@@ -108,19 +106,11 @@ def _noise(rng: Random, phi: float, runs: int) -> np.ndarray:
     return walks
 
 
-@contextmanager
-def _measured(changes: Mapping[TreatmentKey, np.ndarray], exact: np.ndarray) -> Iterator[MeasuredCosts]:
-    """What Runs › Cost reads of an experiment with these changes of the loss by sequence."""
-    with TemporaryDirectory() as folder:
-        root = Path(folder)
-        (root / "run").mkdir()
-        writer = ExperimentWriter(root / "run")
-        for key, change in ({NONE: np.zeros(len(exact))} | dict(changes)).items():
-            losses = tuple((exact + change).tolist())
-            writer.add(BatchResult(key, 0, losses, (1,) * len(losses)))
-        measured = measurement_of(root, "run")
-        assert isinstance(measured, MeasuredCosts)
-        yield measured
+def _measured(changes: Mapping[TreatmentKey, np.ndarray], exact: np.ndarray) -> MeasuredCosts:
+    """What Runs › Cost shows of results with these changes of the loss by sequence."""
+    passes = {NONE: exact} | {key: exact + change for key, change in changes.items()}
+    results = [BatchResult(key, 0, tuple(x.tolist()), (1,) * len(x)) for key, x in passes.items()]
+    return MeasuredCosts("run", CHANGE, tuple(measured_effects(results)))
 
 
 def _noise_of_effects(rng: Random, shape: tuple[int, int], skewed: bool) -> np.ndarray:
@@ -135,16 +125,15 @@ def names_largest(rng: Random, groups: int, sequences: int, gap: float = 0.0, sk
     noise = common + _noise_of_effects(rng, (groups, sequences), skewed)
     noise[0] += 0.01 * gap
     keys = [TreatmentKey("mxfp4", "", EffectGroup("linear", layer, "fc1"), base=NONE) for layer in range(1, groups + 1)]
-    with _measured(dict(zip(keys, noise, strict=True)), rng.normal(3, 1, sequences)) as measured:
-        return "is that of layer" in verdict(measured, "site")
+    measured = _measured(dict(zip(keys, noise, strict=True)), rng.normal(3, 1, sequences))
+    return "is that of layer" in verdict(measured, "site")
 
 
 def misses_effect(rng: Random, sequences: int, skewed: bool = False) -> bool:
     """Whether the interval of a whole effect on Runs › Cost leaves the true one out, which is 0.1 nats."""
     change = 0.1 + _noise_of_effects(rng, (1, sequences), skewed)[0]
-    with _measured({TreatmentKey("mxfp4", base=NONE): change}, rng.normal(3, 1, sequences)) as measured:
-        (cost,) = measured.whole
-        return not cost.change.low <= 0.1 <= cost.change.high
+    (cost,) = _measured({TreatmentKey("mxfp4", base=NONE): change}, rng.normal(3, 1, sequences)).whole
+    return not cost.change.low <= 0.1 <= cost.change.high
 
 
 def power(groups: int, sequences: int, gap: float, cases: int = 4000) -> float:
@@ -159,6 +148,6 @@ def power(groups: int, sequences: int, gap: float, cases: int = 4000) -> float:
         noise = rng.standard_normal((groups, sequences))
         noise[0] += gap
         top, *others = noise[np.argsort(-noise.mean(1))]
-        p = np.sort([stats.ttest_rel(top, other).pvalue for other in others])
+        p = np.sort(stats.ttest_rel([top] * len(others), others, axis=1).pvalue)
         count += bool((p * np.arange(groups - 1, 0, -1) <= 0.05).all())
     return 100 * count / cases

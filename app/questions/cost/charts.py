@@ -39,7 +39,7 @@ def blocks(table: pd.DataFrame, names: Sequence[str], own: str, subtitle: str) -
     names: what is rounded; own: what the names of own errors end with."""
     colors = zip(names, style.colors(list(names), "format"), strict=True)
     looks = {f"{name}{end}": (color, nth) for name, color in colors for nth, end in enumerate(("", own))}
-    x = plot.x("layer", "block", {"tickMinStep": 1, "format": "d"}, nice=False, padding=16)
+    x = plot.x("layer", "block", {"tickMinStep": 1, "format": "d"}, zero=False, nice=False, padding=16)
     color = style.color(list(looks), "line", line=True, own=looks)
     lines = plot.mark(
         "line", table, point=30, x=x, y=plot.y("value", "error of the output (%)"), color=color,
