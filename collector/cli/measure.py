@@ -12,7 +12,7 @@ from binade.collector.recipes.recipe import PARTS
 from binade.terminal import CliOption, Command, names, print_text, resolve_root, root_option
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping, Sequence
 
     from binade.data.run.block_errors import BlockErrors
     from binade.data.run.effects import Measured
@@ -78,18 +78,15 @@ def described(rows: Iterable[Measured]) -> str:
     return "\n".join(lines[1:])
 
 
-def _described_blocks(rows: Iterable[BlockErrors]) -> str:
-    """The errors of the blocks by treatment, as the app shows them."""
+def _described_blocks(blocks: Mapping[str, Sequence[BlockErrors]]) -> str:
+    """The errors of the blocks by what is rounded, as the app shows them."""
     from binade.data.run.block_errors import block_sentence
 
-    by_treatment: dict[str, list[BlockErrors]] = {}
-    for row in rows:
-        by_treatment.setdefault(f"{row.key.text}, {row.key.group}", []).append(row)
     lines = []
-    for name, own in by_treatment.items():
-        lines += ["", f"{name}: error of the blocks' outputs, and with the inputs that they have without rounding"]
-        lines += [f"    layer{row.layer_index:<5} {row.error}; own {row.own}" for row in own]
-        lines.append(str(block_sentence(own)))
+    for name, rows in blocks.items():
+        lines += ["", f"{name}: error of the blocks' outputs; own: with the inputs that they have without rounding"]
+        lines += [f"    layer{row.layer_index:<5} {row.error}; own {row.own}" for row in rows]
+        lines.append(str(block_sentence(name, rows)))
     return "\n".join(lines)
 
 

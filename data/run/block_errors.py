@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from binade.data.compare import evidence
 from binade.data.compare.evidence import Estimate, Measure, Sentence
-from binade.data.run.experiment import BatchResult, BlockError, Place, TreatmentKey
+from binade.data.run.experiment import ALL_PRODUCTS, BatchResult, BlockError, Place
 
 ERROR = Measure(
     "block_error", "Error", "%", "‖ŷ − y‖ / ‖y‖ of a block’s output, with the inputs that it receives", format=".3g"
@@ -19,9 +19,8 @@ OWN = Measure(
 
 
 class BlockErrors(NamedTuple):
-    """The errors of a block's output under a treatment, of each sequence."""
+    """The errors of a block's output, of each sequence."""
 
-    key: TreatmentKey
     layer_index: int
     errors: tuple[float, ...]
     own_errors: tuple[float, ...]
@@ -39,34 +38,32 @@ class BlockErrors(NamedTuple):
 
 def block_errors(
     results: Iterable[BatchResult], blocks: Mapping[Place, Sequence[Sequence[BlockError]]]
-) -> list[BlockErrors]:
-    """The errors of each treatment's blocks, in the order of the model."""
-    passes: dict[TreatmentKey, set[Place]] = {}
+) -> dict[str, list[BlockErrors]]:
+    """The errors of the blocks, in the order of the model, by what is rounded: "linear in mxfp4"."""
+    places: dict[str, set[Place]] = {}
     for result in results:
         if result.place in blocks:
-            passes.setdefault(result.key, set()).add(result.place)
-    rows = []
-    for key, places in passes.items():
-        found: dict[int, list[BlockError]] = {}
-        for error in (error for place in sorted(places) for sequence in blocks[place] for error in sequence):
-            found.setdefault(error.layer_index, []).append(error)
-        for layer, own in found.items():
-            errors, own_errors = (tuple(values) for values in zip(*(each[1:] for each in own), strict=True))
-            rows.append(BlockErrors(key, layer, errors, own_errors))
-    return rows
+            group, text = result.key.group, result.key.text
+            places.setdefault(text if group == ALL_PRODUCTS else f"{group} in {text}", set()).add(result.place)
+    found: dict[str, list[BlockErrors]] = {}
+    for name, own in places.items():
+        sequences = [sequence for place in sorted(own) for sequence in blocks[place]]
+        for errors in zip(*sequences, strict=True):  # of one block
+            layers, received, alone = zip(*errors, strict=True)
+            found.setdefault(name, []).append(BlockErrors(layers[0], received, alone))
+    return found
 
 
-def block_sentence(rows: Iterable[BlockErrors]) -> Sentence:
+def block_sentence(name: str, rows: Sequence[BlockErrors]) -> Sentence:
     """How large the error of the last block's output is, which errors blocks have of their own, and the largest of
-    these, if sequences can tell. rows: of one treatment, in the order of the model."""
-    each = list(rows)
+    these, if sequences can tell. name: what is rounded; rows: in the order of the model."""
     text = (
-        "In {format}, the output of the last block has an error of {error}; with the inputs that they have without "
+        "With {name}, the output of the last block has an error of {error}; with the inputs that they have without "
         "rounding, blocks have errors of {least.text} to {most.text}."
     )
-    own = sorted((row.own for row in each), key=lambda estimate: estimate.value)
-    said = [evidence.say(text, format=each[-1].key.text, error=each[-1].error, least=own[0], most=own[-1])]
-    if len(each) > 1 and own[0].n > 1:
-        items = {f"layer{row.layer_index}": dict(enumerate(row.own_errors)) for row in each}
-        said.append(evidence.largest(items, OWN, f"The largest own error in {each[-1].key.text}", "sequences"))
+    own = sorted((row.own for row in rows), key=lambda estimate: estimate.value)
+    said = [evidence.say(text, name=name, error=rows[-1].error, least=own[0], most=own[-1])]
+    if len(rows) > 1 and own[0].n > 1:
+        items = {f"layer{row.layer_index}": dict(enumerate(row.own_errors)) for row in rows}
+        said.append(evidence.largest(items, OWN, f"The largest own error with {name}", "sequences"))
     return evidence.together(*said)

@@ -10,13 +10,13 @@ import hashlib
 import json
 import math
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from binade.data.compare import evidence
-from binade.data.compare.evidence import Estimate, Measure
+from binade.data.compare.evidence import Estimate, Measure, Sentence
 from binade.data.run.experiment import TWIN_STEP, BatchResult, EffectGroup, TreatmentKey, read_results
 
 CHANGE = Measure(
@@ -71,6 +71,15 @@ class Measured(NamedTuple):
     def divergence(self) -> Estimate:
         """The mean divergence; NaN if it was not measured."""
         return evidence.mean(self.of_divergence, self.divergences, "sequences")
+
+
+def largest_of(groups: Sequence[Measured], what: str) -> Sentence:
+    """Which group has the largest change, if sequences can tell; empty for one group or one sequence. what: "The
+    largest effect"."""
+    if len(groups) < 2 or min(len(each.changes) for each in groups) < 2:
+        return Sentence()
+    named = {each.name: dict(enumerate(each.changes)) for each in groups}
+    return evidence.largest(named, groups[0].of_change, what, "sequences")
 
 
 def recipe_sha256(toml: str) -> str:

@@ -8,7 +8,7 @@ rollout engine; a batch is a step.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from binade.data.compare.evidence import Estimate, Measure, Sentence
 from binade.data.compare.parity import Policies, Row, joined, quantities
 from binade.data.compare.routing import Routing, read_routing
 from binade.data.run.directory import RunError, read_run
-from binade.data.run.effects import Measured
+from binade.data.run.effects import Measured, largest_of
 from binade.data.run.experiment import (
     NONE,
     BatchResult,
@@ -101,21 +101,11 @@ class Replay(NamedTuple):
         return 1 - self.replayed.value / self.own.value if self.own.value else math.nan
 
 
-def findings(gaps: Iterable[Measured]) -> list[Sentence]:
-    """Which group changes the log-probabilities most, of those of one granularity, if sequences can tell. gaps: all
-    products first."""
-    whole, *others = gaps
-    single = [gap for gap in others if gap.key.is_whole and gap.group.kind in ("site", "layer", "module")]
-    if len(whole.changes) < 2 or len(single) < 2:
-        return []
-    kinds: dict[str, list[Measured]] = {}
-    for gap in single:
-        kinds.setdefault(gap.group.kind, []).append(gap)
-    return [
-        evidence.largest({gap.name: dict(enumerate(gap.changes)) for gap in kind},
-                         CHANGE, "The largest change of log-probabilities", "sequences")
-        for kind in kinds.values() if len(kind) > 1
-    ]  # fmt: skip
+def findings(gaps: Sequence[Measured]) -> list[Sentence]:
+    """Which group changes the log-probabilities most, of those of one granularity, if sequences can tell."""
+    kinds = dict.fromkeys(gap.group.kind for gap in gaps if gap.group.kind not in ("all", "part"))
+    groups = ([gap for gap in gaps if gap.group.kind == kind and gap.key.is_whole] for kind in kinds)
+    return [said for own in groups if (said := largest_of(own, "The largest change of log-probabilities"))]
 
 
 def replay(whole: Measured, routing: Routing) -> list[Replay]:

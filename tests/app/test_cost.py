@@ -210,7 +210,7 @@ def test_own_and_inherited_errors_are_two_lines_over_depth(tmp_path: Path):
             row, column = table.loc[name, layer], 100 * values[:, layer - 1]
             low, high = stats.t.interval(0.95, SEQUENCES - 1, column.mean(), stats.sem(column))
             assert (row["value"], row["low"], row["high"]) == pytest.approx((column.mean(), low, high))
-    assert "The largest own error in mxfp4 is that of layer2" in shown.verdict
+    assert "The largest own error with linear in mxfp4 is that of layer2" in shown.verdict
     assert f"the output of the last block has an error of {100 * errors[:, 2].mean():.3g}%" in shown.verdict
 
 

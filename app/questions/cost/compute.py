@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pandas as pd
@@ -20,7 +20,7 @@ from binade.data.index.catalog import Catalog
 from binade.data.run import effects
 from binade.data.run.block_errors import BlockErrors, block_errors
 from binade.data.run.directory import RunError
-from binade.data.run.effects import Measured, measured_effects
+from binade.data.run.effects import Measured, largest_of, measured_effects
 from binade.data.run.experiment import EXPERIMENT, read_blocks, read_results
 from binade.data.run.parity_results import CHANGE, Parity, ParityStep, read_parity
 from binade.data.words.text import number_text
@@ -41,7 +41,7 @@ class MeasuredCosts:
     measure: Measure
     costs: tuple[Measured, ...]
     parity: Parity | None = None
-    blocks: tuple[BlockErrors, ...] = ()
+    blocks: Mapping[str, Sequence[BlockErrors]] = field(default_factory=dict)
 
     def treatment_of(self, cost: Measured) -> str:
         """What its group is rounded to, or the two policies that are compared."""
@@ -93,7 +93,7 @@ def measurement_of(root: Path, run_id: str) -> MeasuredCosts | str:
         return f"{run_id} cannot be shown: {error}."
     if not measured:
         return f"{run_id} has measured nothing yet."
-    return MeasuredCosts(run_id, effects.CHANGE, tuple(measured), blocks=tuple(blocks))
+    return MeasuredCosts(run_id, effects.CHANGE, tuple(measured), blocks=blocks)
 
 
 def table(measured: MeasuredCosts, costs: Sequence[Measured]) -> pd.DataFrame:
@@ -111,7 +111,10 @@ def table(measured: MeasuredCosts, costs: Sequence[Measured]) -> pd.DataFrame:
 def verdict(measured: MeasuredCosts, kind: str) -> Sentence:
     """What all costs together, the range over groups, and the largest, if sequences can tell it from the others."""
     whole, what = measured.whole, measured.measure.inline
-    known = [(_whole_name(one, measured.treatment_of(one)), one.change) for one in whole]
+    known = [
+        (name if one.group.kind == WHOLE else f"{one.name} in {name}", one.change)
+        for one, name in zip(whole, map(measured.treatment_of, whole), strict=True)
+    ]
     parts = [evidence.each_of(known, f"The {what} of all that is rounded")]
     for treatment in measured.treatments[:MOST_NAMED]:
         groups = [cost for cost in measured.of_kind(kind) if measured.treatment_of(cost) == treatment]
@@ -121,22 +124,10 @@ def verdict(measured: MeasuredCosts, kind: str) -> Sentence:
         ends = Sentence(f"{ordered[0].text} to {ordered[-1].text}", (ordered[0], ordered[-1]))
         text = "{n} groups in {treatment}, one at a time: {ends}."
         parts.append(evidence.say(text, n=len(groups), treatment=treatment, ends=ends))
-        alike = {len(cost.changes) for cost in groups}
-        if min(alike) > 1:
-            named = {cost.name: dict(enumerate(cost.changes)) for cost in groups}
-            parts.append(evidence.largest(named, measured.measure, f"The largest {what} in {treatment}", "sequences"))
+        parts.append(largest_of(groups, f"The largest {what} in {treatment}"))
     if (more := len(measured.treatments) - MOST_NAMED) > 0:
         parts.append(evidence.say("{n} more formats are in the table.", n=more))
     return evidence.together(*parts)
-
-
-def by_block(measured: MeasuredCosts) -> dict[str, list[BlockErrors]]:
-    """The errors of the blocks by what is rounded: "linear in mxfp4"."""
-    found: dict[str, list[BlockErrors]] = {}
-    for row in measured.blocks:
-        name = row.key.text if row.key.group.kind == WHOLE else f"{row.key.group} in {row.key.text}"
-        found.setdefault(name, []).append(row)
-    return found
 
 
 def block_table(blocks: Mapping[str, Sequence[BlockErrors]]) -> pd.DataFrame:
@@ -149,10 +140,6 @@ def block_table(blocks: Mapping[str, Sequence[BlockErrors]]) -> pd.DataFrame:
         for group, error in ((name, row.error), (f"{name}{OWN}", row.own))
     ]  # fmt: skip
     return pd.DataFrame(rows).replace([math.inf, -math.inf], math.nan)
-
-
-def _whole_name(cost: Measured, treatment: str) -> str:
-    return treatment if cost.group.kind == WHOLE else f"{cost.name} in {treatment}"
 
 
 def quantities(step: ParityStep) -> pd.DataFrame:

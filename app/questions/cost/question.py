@@ -138,9 +138,9 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
         if parity.gaps[0].divergences:
             said.append(evidence.say("KL(R‖T) is {divergence}.", divergence=parity.gaps[0].divergence))
         said += routing_findings(parity.gaps[0], parity.routing) if parity.routing else []
-    if blocks := compute.by_block(measured):
-        items.append(_blocks(blocks, run_id))
-        said += [block_sentence(own) for own in list(blocks.values())[: compute.MOST_NAMED]]
+    if measured.blocks:
+        items.append(_blocks(measured.blocks, run_id))
+        said += [block_sentence(name, own) for name, own in list(measured.blocks.items())[: compute.MOST_NAMED]]
     scope = Scope(Filter(run_id=(run_id,)), counts, len(titles))
     return Drawn(tuple(items), evidence.together(*said), scope=scope)
 

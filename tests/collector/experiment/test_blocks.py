@@ -161,11 +161,12 @@ def test_the_command_adds_them_to_what_it_has_measured(tmp_path: Path, capsys: p
         capsys.readouterr()
         assert main([*line, "--blocks"]) == 0
         printed = capsys.readouterr().out
-    (effect,), rows = before, block_errors(read_results(run.directory), read_blocks(run.directory))
+    (effect,) = before
+    ((name, rows),) = block_errors(read_results(run.directory), read_blocks(run.directory)).items()
     (again,) = measured_effects(read_results(run.directory))
     assert (again.changes, again.exact) == (effect.changes, effect.exact) and len(list_runs(tmp_path)[0]) == 1
-    assert [(row.key, row.layer_index, len(row.errors)) for row in rows] == [(effect.key, 1, 3), (effect.key, 2, 3)]
-    assert "layer1" in printed and str(rows[1].own) in printed and str(block_sentence(rows)) in printed
+    assert name == "linear in mxfp4" and [(row.layer_index, len(row.errors)) for row in rows] == [(1, 3), (2, 3)]
+    assert "layer1" in printed and str(rows[1].own) in printed and str(block_sentence(name, rows)) in printed
     mean, error = np.mean(rows[1].errors), stats.sem(rows[1].errors)
     low, high = stats.t.interval(0.95, 2, mean, error)
     assert (rows[1].error.value, rows[1].error.low, rows[1].error.high) == pytest.approx((mean, low, high))
