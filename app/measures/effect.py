@@ -66,7 +66,8 @@ def _no_parity(opened: Catalog, where: Filter, fmt: str) -> str:
 
 EFFECT = MapMeasure(
     measure=MEASURES["effect"], cells=effect_cells, nothing=_no_effect,
-    recorded=if_any("effect WHERE iteration IS NULL"), of="result", of_format=True, as_used=False, across=(LAYER,), not_across=NOT_ACROSS, several="", interval=INTERVAL,
+    recorded=if_any("effect WHERE iteration IS NULL"), of="result", of_format=True, as_used=False, across=(LAYER,),
+    not_across=NOT_ACROSS, several="", interval=INTERVAL,
 )  # fmt: skip
 PARITY = MapMeasure(
     measure=MEASURES["parity_change"], cells=parity_cells, nothing=_no_parity,
