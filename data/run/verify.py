@@ -25,11 +25,9 @@ from binade.data.run.directory import (
     read_run,
     run_directories,
 )
-from binade.data.run.experiment import check_experiment
-from binade.data.run.held_out import check_held_out
+from binade.data.run.evaluations import check_results
 from binade.data.run.segment import read_tables
 from binade.data.run.store import inside, sha256
-from binade.data.run.twin import check_twins
 from binade.data.words.text import describe
 
 UNREADABLE = (OSError, ValueError, TypeError, pa.ArrowException)
@@ -88,7 +86,7 @@ def verify(
                 done(min(count, total), total)
             if run.status.state != RUNNING:
                 names = run.segments  # some may have been merged meanwhile
-        for check in (check_losses, check_twins, check_held_out, check_experiment):
+        for check in (check_losses, check_results):
             try:
                 check(run.directory)
             except (RunError, OSError) as error:

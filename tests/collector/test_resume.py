@@ -25,8 +25,8 @@ from binade.data.run.directory import (
     read_run,
     write_run_file,
 )
+from binade.data.run.evaluations import read_twins
 from binade.data.run.json_files import write_json
-from binade.data.run.twin import read_twins
 from binade.data.run.verify import verify
 from tests.collector.forked import run_forked
 
