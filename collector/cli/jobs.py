@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from binade.collector.jobs import Job, JobView
 
 LATEST = 10  # ended jobs that are listed without --all
-INTERVAL = 0.3  # seconds between two checks of a job that is followed
+INTERVAL = 0.1  # seconds between two checks of a job that is followed
 SETTINGS: dict[str, Any] = {
     "cancelled": "stopped watching; the jobs continue",
     "failed": "the queue cannot be changed",

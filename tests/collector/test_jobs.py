@@ -455,18 +455,6 @@ class TestEnds:
         assert check_rows(root) == view.run.status.tensors >= 2 * 35
 
     @pytest.mark.thorough
-    def test_cancel_of_two_ranks_leaves_no_process(self, root):
-        job = launch(root, TWO_RANKS)
-        after_iteration(root, job, 0)
-        carriers = processes.marked(root / job.run_id)
-        assert len(carriers) >= 3  # who starts the ranks, and two of them
-        jobs.cancel(root, job.id)
-        view = ended(root, job)
-        assert view.state == "cancelled" and view.run.status.state == "cancelled"
-        assert not any(process.alive for process in carriers) and processes.marked(root / job.run_id) == set()
-        assert check_rows(root) == view.run.status.tensors > 0
-
-    @pytest.mark.thorough
     def test_a_job_that_does_not_listen_is_ended(self, root, monkeypatch):
         """All its processes are stopped, so that none can obey: they are ended by force, and the run is settled."""
         monkeypatch.setattr(runner, "ASK_ALL", 0.5)
