@@ -1,4 +1,4 @@
-"""The order of events when a running job is cancelled: its run says so, its processes end, and then its end is noted."""
+"""The order of events when a running job is cancelled: its run says so, its processes end, then its end is noted."""
 
 from __future__ import annotations
 
