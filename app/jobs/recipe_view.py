@@ -25,7 +25,6 @@ HELP = (
     "format rounds everything. You can also type a name that is not listed, such as nvfp4(block=16x16) or "
     "nvidia_nvfp4(without=rounding), or the path to a .toml or .yaml file"
 )
-SAVE = ":material/save:"
 FORMAT = (
     "An operand that is not named stays in bf16. Every spec is literal: here, mxfp8 means E4M3 for gradients, too. A "
     "table [modules.NAME] differs from [linear] in one module, [[schedule]] from an iteration on. Stochastic rounding "
@@ -122,10 +121,7 @@ def editor(picked: str, modules: Sequence[str]) -> None:
         st.code(EXAMPLE, language="toml")
     if path and path.exists():
         _delete(places[3], path, picked)
-    if path and recipe:
-        _save(places[2], path, text)
-    else:
-        places[2].button("Save", icon=SAVE, disabled=True, width="stretch", key="save_refused")
+    _save(places[2], path if recipe else None, text)
     if recipe:
         st.markdown(_headline(f"{name}.toml" if name else "Unnamed", recipe))
         if biased := saved_recipes.biased_specs(recipe):
@@ -164,17 +160,18 @@ def _deleted(path: Path, picked: str) -> None:
     st.toast("Deleted", icon=":material/check:")
 
 
-def _save(place: Any, path: Path, text: str) -> None:
-    """The button that saves the recipe, with a warning if that replaces a file."""
-    exists = path.exists()
-    done = False
-    with suppress(OSError):
-        done = path.read_bytes() == text.encode()
-    if exists:
+def _save(place: Any, path: Path | None, text: str) -> None:
+    """The button that saves the recipe, with a warning if that replaces a file. path: None if it cannot be saved."""
+    exists, done = path is not None and path.exists(), False
+    if path and exists:
+        with suppress(OSError):
+            done = path.read_bytes() == text.encode()
         st.caption(plain(f"Saved as {path}." if done else f"{path} exists: Replace overwrites it."))
     word = "Saved" if done else "Replace" if exists else "Save"
-    if not place.button(word, icon=SAVE, disabled=done, width="stretch", key=f"recipe_{word}"):
+    disabled = done or path is None
+    if not place.button(word, icon=":material/save:", disabled=disabled, width="stretch", key=f"recipe_{word}"):
         return
+    assert path
     try:
         saved_recipes.save(path, text, replace=exists)
     except (RecipeError, ReadOnlyError, OSError) as error:

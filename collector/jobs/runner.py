@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -40,10 +41,10 @@ from binade.collector.jobs.directory import (
 )
 from binade.collector.jobs.processes import Process, boot, host, marked, out_of_memory_kills
 from binade.collector.jobs.queue import at_once, folder, locked, queue_mark, write_runner
-from binade.collector.jobs.state import how_it_ended, processes_of
+from binade.collector.jobs.state import JobView, has_runner, how_it_ended, processes_of
 from binade.data.exchange.python import package_environment
 from binade.data.run import directory as runs
-from binade.data.run.access import check_writable
+from binade.data.run.access import check_writable, read_only
 from binade.data.run.directory import RUN_VARIABLE, RunError, now, run_directories, settle
 from binade.data.run.store import no_link
 from binade.data.words.text import one_line
@@ -75,6 +76,13 @@ def start_runner(root: Path) -> None:
                 start_new_session=True,
             )
     threading.Thread(target=started.wait, daemon=True).start()  # it would stay behind as a zombie otherwise
+
+
+def ensure_runner(root: Path, views: Sequence[JobView]) -> None:
+    """Start the runner if jobs wait and no runner is alive, for example after a restart of the machine. Raises as
+    `start_runner`."""
+    if any(view.active for view in views) and not read_only() and not has_runner(root):
+        start_runner(root)
 
 
 def _hold(root: Path) -> FileLock | None:

@@ -95,7 +95,9 @@ class TestForm:
         (run,) = chosen(at)
         assert (run.model, run.size, plan(run).shape.layers) == (str(model), "full", 5)
         at.number_input(key="collect_sequence_length").set_value(97)
-        assert "sequence-length is 97" in words(rerun(at)).replace("\\", "") and at.button(key="launch_refused").disabled
+        assert (
+            "sequence-length is 97" in words(rerun(at)).replace("\\", "") and at.button(key="launch_refused").disabled
+        )
         (model / "config.json").unlink()
         assert "has no config.json" in words(rerun(at))
 
@@ -233,7 +235,7 @@ class TestCollect:
         at = visit(root, "collect")
         at.toggle(key="collect_edit").set_value(True)
         rerun(at)
-        assert at.selectbox(key="collect_start").value == "mxfp8" and at.button(key="save_refused").disabled
+        assert at.selectbox(key="collect_start").value == "mxfp8" and at.button(key="recipe_Save").disabled
         at.selectbox(key="collect_start").set_value("te_nvfp4")
         rerun(at)
         text = at.text_area(key="collect_toml").value
@@ -245,12 +247,12 @@ class TestCollect:
         line = text.splitlines().index("[linear]") + 1
         assert (
             f"line {line}: unknown key 'liner'" in at.error[0].value.replace("\\", "")
-            and at.button(key="save_refused").disabled
+            and at.button(key="recipe_Save").disabled
         )
         at.text_area(key="collect_toml").set_value(text)
         at.text_input(key="collect_name").set_value("../mine")
         rerun(at)
-        assert "is not a valid name for a recipe" in at.error[0].value and at.button(key="save_refused").disabled
+        assert "is not a valid name for a recipe" in at.error[0].value and at.button(key="recipe_Save").disabled
         at.text_input(key="collect_name").set_value("mine")
         rerun(at)
         assert not at.error and not root.exists()  # looking changes nothing
@@ -422,7 +424,7 @@ class TestJobs:
     ):
         """And to delete the job is not to delete that run."""
         measured = save_parity(root, "parity", {"measures": {}}, of_recipes())
-        job = jobs.add_command(root, ("parity", "a run", "--rollout", "mxfp4"))
+        (job,) = jobs.add_runs(root, [("parity", "a run", "--rollout", "mxfp4")])
         with monkeypatch.context() as started:
             started.setenv(RUN_VARIABLE, str(root / job.run_id))
             assert save_parity(root, "parity", {"measures": {}}, of_recipes()) == measured
