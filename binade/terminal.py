@@ -25,9 +25,13 @@ WIDTH = {"max_content_width": 100}
 
 
 class CliOption(click.Option):
-    """An option that --help lists under `title`, below `about`."""
+    """An option that --help lists under `title`, below `about`. Its help ends with the default, unless it says itself
+    what happens without the option."""
 
     def __init__(self, *names: Any, title: str = "Options", about: str = "", **settings: Any) -> None:
+        text, default = settings.get("help"), settings.get("default")
+        if text and default not in (None, "", ()) and "[default:" not in text:
+            settings["help"] = f"{text}  [default: {default}]"
         super().__init__(*names, **settings)
         self.title, self.about = title, about
 

@@ -19,6 +19,7 @@ from binade.collector import jobs
 from binade.collector.datasets.inputs import DATASETS
 from binade.collector.errors import ConfigError
 from binade.collector.jobs import JobError, SubmissionError
+from binade.collector.jobs.command_line import describe
 from binade.collector.recipes.files import label
 from binade.collector.recipes.recipe import BF16
 from binade.collector.training.config import FORMAT, WHERE, RunConfig
@@ -249,8 +250,9 @@ def _summary(opened: Catalog, view: View) -> None:
     st.caption("The same in a terminal:")
     commands = [wrapped(line, COMMAND) for line in jobs.command_line(runs, start).splitlines()]
     st.code("\n".join(commands), language="shell", wrap_lines=True)
-    if kept := [*collecting.kept_options(base), *replace(start, target=None).arguments()]:
-        st.caption(plain(f"Kept from the cloned job: {' '.join(kept)}"))
+    with st.popover("What each run does", icon=":material/info:", type="tertiary"):
+        first = [plan for plan in plans if plan.config.seed == runs[0].seed]
+        st.code("\n\n".join(describe(plan, root) for plan in first), language=None)
     st.caption(f"The runs are written to `{root}`.")
 
 

@@ -193,13 +193,6 @@ def lacks_baseline(runs: Sequence[RunConfig], existing: Iterable[Mapping[str, An
     return any(settings(run.to_dict()) not in known for run in runs if run.recipe != BF16)
 
 
-def kept_options(base: RunConfig) -> list[str]:
-    """The options of a configuration that the page has no field for, as command-line arguments."""
-    plain = RunConfig()
-    shown = {name: getattr(plain, name) for name in (*FIELDS, "recipe")}
-    return replace(base, **shown).arguments()[3:]
-
-
 def wrapped(command: str, letters: int) -> str:
     """A command wrapped before options to lines of at most this many characters, with backslashes for a shell. A longer
     option has its own line."""

@@ -50,8 +50,8 @@ def picker(key: str) -> None:
 
 
 def about(chosen: Sequence[str]) -> None:
-    """Notes on the chosen recipes: the title and the warnings of each; the rest is shown on request."""
-    known = {}
+    """The title and the warnings of each recipe that has any; the summary shows the rest on request."""
+    lines = []
     for name in chosen:
         try:
             recipe = parse_recipe(name)
@@ -59,23 +59,9 @@ def about(chosen: Sequence[str]) -> None:
             continue  # the summary shows the error
         names_gradients = any(part.text != part.quant_type for part in recipe.every_part())
         if recipe.about.title or names_gradients or saved_recipes.warnings_of(recipe):
-            known[name] = recipe
-    if not known:
-        return
-    st.markdown("  \n".join(_headline(label(name), recipe) for name, recipe in known.items()))
-    known = {name: recipe for name, recipe in known.items() if saved_recipes.details(recipe)}
-    if not known:
-        return
-    with st.popover("Sources and what is left out", icon=":material/info:", type="tertiary"):
-        for name, recipe in known.items():
-            st.markdown("\n".join([f"**{plain(label(name))}**\n", *_details(recipe)]))
-
-
-def _details(recipe: Recipe) -> list[str]:
-    return [
-        f"- {title}\n" + "\n".join(f"    - {plain(item)}" for item in items)
-        for title, items in saved_recipes.details(recipe).items()
-    ]
+            lines.append(_headline(label(name), recipe))
+    if lines:
+        st.markdown("  \n".join(lines))
 
 
 def _headline(name: str, recipe: Recipe) -> str:

@@ -30,6 +30,7 @@ from binade.collector.jobs.directory import (
     Job,
     JobError,
     Launch,
+    check_command,
     directory_of,
     read_if_sound,
     read_job,
@@ -184,6 +185,9 @@ def add_runs(
     directory: where they work, by default here. Raises ConfigError, ReadOnlyError, RunError, OSError, SubmissionError.
     """
     check_writable("starting a run")
+    for work in works:
+        if not isinstance(work, Plan):
+            check_command(work)
     target, working = _target(works, start), directory or Path.cwd()
     check_queue(root)
     if target:
