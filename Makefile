@@ -127,6 +127,7 @@ bench: install-tests ## run the benchmarks, which report ratios to a baseline me
 	@$(PY) -m tests.bench.bench_pins
 	@$(PY) -m tests.bench.bench_claims
 	@$(PY) -m tests.bench.bench_null
+	@$(PY) -m tests.bench.bench_cancel
 
 docs: install ## build the documentation site in build/site
 	@$(PIP) --quiet -r docs/requirements.txt

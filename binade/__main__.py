@@ -1,8 +1,6 @@
 """python -m binade: the same as the command `binade`."""
 
-import sys
-
-from binade.cli import main
+from binade.cli import program
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program()

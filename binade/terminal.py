@@ -5,6 +5,7 @@ Exit status: 0 done, 1 failed, 2 bad usage, 130 cancelled.
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import signal
@@ -24,9 +25,13 @@ WIDTH = {"max_content_width": 100}
 
 
 class CliOption(click.Option):
-    """An option that --help lists under `title`, below `about`."""
+    """An option that --help lists under `title`, below `about`. Its help ends with the default, unless it says itself
+    what happens without the option."""
 
     def __init__(self, *names: Any, title: str = "Options", about: str = "", **settings: Any) -> None:
+        text, default = settings.get("help"), settings.get("default")
+        if text and default not in (None, "", ()) and "[default:" not in text:
+            settings["help"] = f"{text}  [default: {default}]"
         super().__init__(*names, **settings)
         self.title, self.about = title, about
 
@@ -157,6 +162,17 @@ def discard_output() -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
+
+
+def end_process(status: int) -> NoReturn:
+    """End as a process of multiprocessing does: wait for threads and call what is to be called at exit, but leave all
+    objects to the system. To free those of torch takes one to three seconds, in which a cancelled run seems to go
+    on."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None if it was closed
+        stream.flush()
+    os._exit(status)
 
 
 def escape_unknown() -> None:

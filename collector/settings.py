@@ -83,9 +83,8 @@ class Option:
                    what a number or a text must satisfy. `expected` says in words what the pattern accepts
     unit           "bytes" for a size such as 500M
     default_help   describes the default where the value itself does not
-    label          the name in the Collect form; "" for an option that the form does not have. form_maximum is the
-                   largest number that the form takes, placeholder what an empty field shows; form_help replaces help,
-                   "" for none
+    label          the name in the Collect form; "" for an option that the form does not have. placeholder is what an
+                   empty field shows; form_help replaces help, "" for none
     flag           the spelling on the command line where it is not made from the field's name
     """
 
@@ -101,7 +100,6 @@ class Option:
     unit: str = ""
     default_help: str = ""
     label: str = ""
-    form_maximum: float | None = None
     form_help: str | None = None
     placeholder: str = ""
     flag: str = ""

@@ -12,9 +12,7 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Sequence
-from typing import NoReturn
 
 PR_SET_CHILD_SUBREAPER = 36  # of Linux's prctl
 
@@ -89,6 +87,7 @@ def _main() -> None:
 def _become(files: Sequence[int], arguments: list[str], directory: str, env: dict[str, str]) -> None:
     import binade.__main__
     from binade.cli import main
+    from binade.terminal import end_process
 
     for number, file in enumerate(files):
         os.dup2(file, number)
@@ -98,17 +97,7 @@ def _become(files: Sequence[int], arguments: list[str], directory: str, env: dic
     os.environ.update(env)
     sys.modules["__main__"] = binade.__main__  # which processes of multiprocessing import
     sys.argv[:] = [binade.__main__.__file__, *arguments]
-    _end(main(arguments))
-
-
-def _end(status: int) -> NoReturn:
-    """End as Python does, but leave all objects to the system: a million have been imported, and to free them in a fork
-    takes three seconds of a core, longer than most commands."""
-    threading._shutdown()
-    atexit._run_exitfuncs()
-    for stream in filter(None, (sys.stdout, sys.stderr)):
-        stream.flush()
-    os._exit(status)
+    end_process(main(arguments))
 
 
 if __name__ == "__main__":

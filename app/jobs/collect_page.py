@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,10 +19,11 @@ from binade.collector import jobs
 from binade.collector.datasets.inputs import DATASETS
 from binade.collector.errors import ConfigError
 from binade.collector.jobs import JobError, SubmissionError
+from binade.collector.jobs.command_line import describe
 from binade.collector.recipes.files import label
 from binade.collector.recipes.recipe import BF16
-from binade.collector.training.config import RunConfig
-from binade.collector.training.plan import Plan, model_of, most_layers
+from binade.collector.training.config import FORMAT, WHERE, RunConfig
+from binade.collector.training.plan import Plan, model_of
 from binade.collector.training.slurm_options import Launcher, SlurmOptions
 from binade.collector.training.targets import read_targets
 from binade.data.index.catalog import Catalog
@@ -33,8 +34,7 @@ from binade.quant.formats import FORMATS
 PREFIX = "collect_"
 WRITTEN = "form_in_address"  # the text that the fields made, or were filled from
 LEFT = "left_on_collect"  # a copy of the fields and of an edited recipe, which Streamlit drops on other pages
-LIMITS = "limits_"  # of a number field: its label, and the lowest and highest value
-MOST_SEEDS = 20
+WIDEST = (1 << 53) - 1  # the largest whole number of a browser
 SEEDS = "Number of runs per recipe, each with its own seed. Their spread shows which differences are due to chance"
 TARGETS = "The targets of binade.toml. Jobs for a cluster are submitted as one array"
 COMMAND = 31  # characters of a line of the command in a window of 1280 pixels
@@ -78,21 +78,14 @@ def _begin(text: str) -> None:
 
 
 def _fill(form: Form) -> None:
-    """Set every field. A value above the form's maximum is lowered to it, with a warning."""
-    state, beyond = st.session_state, []
+    """Set every field. A whole number that a browser does not have is lowered, with a warning."""
+    state = st.session_state
     for name, value in collecting.widgets_of(form.config).items():
-        most = collecting.OPTIONS[name].option.form_maximum
-        if most is not None and value is not None and value > most:
-            beyond.append(f"{name.replace('_', ' ')} {value} (at most {most})")
-            value = most
+        if isinstance(value, int) and value > WIDEST:
+            text = f"{name.replace('_', ' ')} {value} is above the limit of this form: use the command line instead."
+            st.warning(plain(text), icon=":material/warning:")
+            value = WIDEST
         state[_key(name)] = value
-    if beyond:
-        st.warning(
-            plain(
-                f"These values are above the limits of this form: {'; '.join(beyond)}. Use the command line instead."
-            ),
-            icon=":material/warning:",
-        )
     state[_key("recipes")], state[_key("seeds")] = list(form.recipes), form.seeds
     state[_key("title")], state[_key("tags")] = form.title, form.tags
     state[_key("base")], state[_key("kept")] = form.config, form.start
@@ -129,136 +122,102 @@ def _value(name: str) -> Any:
 
 
 def _fields() -> None:
+    """The fields, in the groups and the order in which RunConfig declares them."""
     config = collecting.config_of({name: _value(name) for name in ("model", "size")}, RunConfig())
     try:
         shape, modules = model_of(config)
-        layers, deepest, most = shape.layers, most_layers(config.model), shape.max_sequence
     except ConfigError:  # a path without a model: the summary shows the error
-        layers, deepest, most, modules = None, None, None, ()
-    st.session_state[_key("modules")] = [name for name in _value("modules") if name in modules]
-    with st.container(border=True):
-        st.markdown("**Model and data**")
-        a, b, c = st.columns([1.3, 1, 1.3])
-        _field(a, "model")
-        if not config.has_path:
-            _field(b, "size")
-        _field(c, "dataset", options=list(dict.fromkeys([*DATASETS, _value("dataset")])), accept_new_options=True)
-        shown = st.columns(4, vertical_alignment="bottom")
-        _field(shown[0], "layers", maximum=deepest, placeholder=f"{layers or 'all'}")
-        _field(shown[1], "sequence_length", maximum=most)
-        _field(shown[2], "micro_batch_size")
-        _field(shown[3], "micro_batches")
-    with st.container(border=True):
-        st.markdown("**What is quantized**")
-        recipe_view.picker(_key("recipes"))
-        recipe_view.about(_value("recipes"))
-        left, right = st.columns([3, 1])
-        _field(left, "skip_layers")
-        _number(right, "Seeds", "seeds", 1, MOST_SEEDS, help=SEEDS)
-        recipe_view.editor(_key("recipes"), [name for name in modules if name not in ("core", "router")])
-    with st.container(border=True):
-        st.markdown("**Training**")
-        _row("warmup_iterations", "control_iter", "capture_every", "train_iters")
-    with st.container(border=True):
-        st.markdown("**What is recorded**")
-        a, b, c = st.columns([1.2, 1.2, 1])
-        _field(a, "tensors")
-        _field(b, "modules", options=modules)
-        _field(c, "capture_layers")
-        _field(st, "scores", options=list(dict.fromkeys([*FORMATS, *_value("scores")])), accept_new_options=True)
-        a, b, c, d = st.columns([1, 1, 1, 1], vertical_alignment="bottom")
-        _field(a, "collect_micro_batches")
-        _field(b, "twin")
-        _field(c, "max_bytes", disabled=not _value("raw"))
-        _field(d, "raw")
-    with st.expander("Device, ranks, optimizer"):
-        _row("device", "backend", "tp", "dp")
-        a, b, c = st.columns([1, 1, 2], vertical_alignment="bottom")
-        _field(a, "learning_rate", format="%g", step=1e-4)
-        _field(b, "seed")
-        _field(c, "sequence_parallel")
+        shape, modules = None, ()
+    special: dict[str, dict[str, Any]] = {
+        "layers": {"placeholder": f"{shape.layers if shape else 'all'}"},
+        "dataset": {"options": DATASETS},
+        "modules": {"options": modules},
+        "scores": {"options": FORMATS},
+        "max_bytes": {"disabled": not _value("raw")},
+        "learning_rate": {"format": "%g", "step": 1e-4},
+    }
+    for group in dict.fromkeys(collecting.OPTIONS[name].option.group for name in collecting.FIELDS):
+        names = [name for name in collecting.FIELDS if collecting.OPTIONS[name].option.group is group]
+        if config.has_path and "size" in names:
+            names.remove("size")
+        with st.expander(group.title) if group is WHERE else st.container(border=True):
+            if group is not WHERE:
+                st.markdown(f"**{group.title}**")
+            if group is FORMAT:
+                recipe_view.picker(_key("recipes"))
+                recipe_view.about(_value("recipes"))
+                st.number_input("Seeds", -WIDEST, WIDEST, key=_key("seeds"), help=SEEDS, width=160)
+            for row in _rows(names):
+                free = 4 - sum(map(_width, row))
+                weights = [*map(_width, row), *([free] if free else [])]
+                for column, name in zip(st.columns(weights, vertical_alignment="bottom"), row, strict=False):
+                    _field(column, name, **special.get(name, {}))
+            if group is FORMAT:
+                linear = [name for name in modules if name not in ("core", "router")]
+                recipe_view.editor(_key("recipes"), linear)
 
 
-def _row(*names: str) -> None:
-    for column, name in zip(st.columns(len(names), vertical_alignment="bottom"), names, strict=True):
-        _field(column, name)
+def _width(name: str) -> int:
+    """The width of a field, in quarters of a row."""
+    setting = collecting.OPTIONS[name]
+    return 2 if setting.is_list or (setting.kind is str and setting.option.allowed is None) else 1
 
 
-def _field(place: Any, name: str, *, maximum: float | None = None, **settings: Any) -> None:
-    """The widget of an option, from its declaration. maximum replaces the declared one."""
+def _rows(names: Sequence[str]) -> list[list[str]]:
+    """The names in rows of at most four quarters."""
+    rows: list[list[str]] = [[]]
+    for name in names:
+        if sum(map(_width, [*rows[-1], name])) > 4:
+            rows.append([])
+        rows[-1].append(name)
+    return rows
+
+
+def _field(place: Any, name: str, **settings: Any) -> None:
+    """The widget of an option, from its declaration."""
     setting = collecting.OPTIONS[name]
     option = setting.option
     help_text = option.help if option.form_help is None else option.form_help
     settings |= {"key": _key(name), "help": help_text or None}
+    options = settings.pop("options", option.allowed)
     if option.placeholder:
-        settings.setdefault("placeholder", option.placeholder)
+        settings["placeholder"] = option.placeholder
     if setting.kind is bool:
         place.toggle(option.label, **settings)
     elif setting.kind in (int, float) and not setting.is_list:
-        maximum = option.form_maximum if maximum is None else maximum
-        limits = 1 if option.unit else setting.kind(option.minimum or 0), math.inf if maximum is None else maximum
-        another = st.session_state.get(f"{LIMITS}{name}", limits) != (option.label, *limits)  # after a choice of model
-        if another and (_value(name) or 0) > limits[1]:
-            st.session_state[_key(name)] = maximum
-        if setting.default is None:
-            settings["value"] = None
-        _number(place, option.label, name, *limits, **settings)
-    elif (options := settings.pop("options", option.allowed)) is not None:
-        if option.or_path:
-            options, settings = list(dict.fromkeys([*options, _value(name)])), settings | {"accept_new_options": True}
-        if setting.is_list:
-            place.multiselect(option.label, list(options), select_all=False, **settings)
-        else:
-            place.selectbox(option.label, list(options), **settings)
-    else:
+        # No limits, which `plan` checks: a browser that knows them does not send a value beyond them.
+        widest = setting.kind(WIDEST)
+        place.number_input(
+            option.label, -widest, widest, **settings | ({"value": None} if setting.default is None else {})
+        )
+    elif options is None:
         place.text_input(option.label, **settings)
-
-
-def _number(place: Any, label: str, name: str, low: float, high: float, **settings: Any) -> None:
-    """A number, whose limits `_outside` checks: a browser that knows them does not send a value beyond them."""
-    st.session_state[f"{LIMITS}{name}"] = label, low, high
-    widest = type(low)((1 << 53) - 1)
-    place.number_input(label, -widest, widest, **{"key": _key(name)} | settings)
-
-
-def _outside() -> str:
-    """The first number that is outside its limits, in words; "" if none is."""
-    for key, limits in st.session_state.items():
-        if str(key).startswith(LIMITS):
-            title, low, high = limits
-            value = _value(str(key).removeprefix(LIMITS))
-            if value is not None and not low <= value <= high:
-                most = f" and at most {high:,}" if high < math.inf else ""
-                return f"{title} is {value:,}: it must be at least {low:,}{most}"
-    return ""
+    elif setting.is_list:
+        listed = list(dict.fromkeys([*options, *_value(name)]))
+        place.multiselect(option.label, listed, select_all=False, accept_new_options=True, **settings)
+    else:
+        known = options is option.allowed and not option.or_path
+        listed = list(options) if known else list(dict.fromkeys([*options, _value(name)]))
+        place.selectbox(option.label, listed, accept_new_options=not known, **settings)
 
 
 def _summary(opened: Catalog, view: View) -> None:
     """The estimate, the command and the button for the chosen runs."""
     root = resolve_root()
     values = {name: _value(name) for name in collecting.FIELDS}
-    base = st.session_state[_key("base")]
-    try:
-        if outside := _outside():
-            raise ConfigError(outside)
-        plans = collecting.runs_of(values, _value("recipes"), base, _value("seeds"))
-    except REFUSED as error:
-        st.error(plain(f"{str(error)[:1].upper()}{str(error)[1:]}."), icon=":material/edit:")
-        st.button("Launch", type="primary", disabled=True, width="stretch", key="launch_refused")
-        return
-    runs = [plan.config for plan in plans]
-    count = len(runs)
-    _propose_baseline(opened, runs)
+    base: RunConfig = _value("base")
     with st.container(border=True):
-        start = _start()
         try:
-            target = start.for_run(runs[0]) if start else None
-        except ConfigError as error:
-            st.error(plain(f"{error}."), icon=":material/edit:")
-            start = None
-        if start is None:
+            plans = collecting.runs_of(values, _value("recipes"), base, _value("seeds"))
+            start = _start()
+            target = start.for_run(plans[0].config)
+        except REFUSED as error:
+            st.error(plain(f"{str(error)[:1].upper()}{str(error)[1:]}."), icon=":material/edit:")
             st.button("Launch", type="primary", disabled=True, width="stretch", key="launch_refused")
             return
+        runs = [plan.config for plan in plans]
+        count = len(runs)
+        _propose_baseline(opened, runs)
         at_once = (target.at_once or count) if target else 1
         estimate = jobs.estimate(plans, root, start.target or "", at_once)
         st.markdown(f"**{count} job{'s' * (count != 1)}**, one run each" if count > 1 else "**One job**, one run")
@@ -291,8 +250,9 @@ def _summary(opened: Catalog, view: View) -> None:
     st.caption("The same in a terminal:")
     commands = [wrapped(line, COMMAND) for line in jobs.command_line(runs, start).splitlines()]
     st.code("\n".join(commands), language="shell", wrap_lines=True)
-    if kept := [*collecting.kept_options(base), *replace(start, target=None).arguments()]:
-        st.caption(plain(f"Kept from the cloned job: {' '.join(kept)}"))
+    with st.popover("What each run does", icon=":material/info:", type="tertiary"):
+        first = [plan for plan in plans if plan.config.seed == runs[0].seed]
+        st.code("\n\n".join(describe(plan, root) for plan in first), language=None)
     st.caption(f"The runs are written to `{root}`.")
 
 
@@ -317,24 +277,21 @@ def _add_baseline() -> None:
     st.session_state[_key("recipes")] = [BF16, *_value("recipes")]
 
 
-def _start() -> SlurmOptions | None:
-    """How the runs are started. The field is shown if there is a choice. None for a target that no longer exists."""
+def _start() -> SlurmOptions:
+    """How the runs are started. The field is shown if there is a choice. Raises ConfigError for a target that no longer
+    exists."""
     kept: SlurmOptions = _value("kept")
     choices = [HERE, CLUSTER] if kept.launcher == Launcher.SLURM else [HERE]
-    try:
-        choices += read_targets()
-    except ConfigError as error:
-        st.warning(plain(f"{error}."), icon=":material/warning:")
+    choices += read_targets()
     name = _value("target")
     if missing := name not in choices:
-        st.warning(plain(f"binade.toml has no target {name}: choose where to run."), icon=":material/warning:")
         choices.append(name)
     if len(choices) > 1:
         name = st.selectbox(
             "Where", choices, key=_key("target"), format_func=lambda name: PLACES.get(name, name), help=TARGETS
         )
     if missing:
-        return None
+        raise ConfigError(f"binade.toml has no target {name}: choose where to run")
     return SlurmOptions() if name == HERE else replace(kept, target=None if name == CLUSTER else name)
 
 

@@ -28,6 +28,7 @@ from binade.data.run.json_files import STRICT, parse_json
 from binade.quant.formats import FORMATS
 
 MEGABYTE = 1 << 20
+MOST_SEEDS = 20
 ADDRESS = "form"  # the parameter of the page's address that has a Form
 OPTIONS = declared(RunConfig)
 SAME_DATA = ("dp", "layers", "vocab_size", *(name for name in CONFIGURATION if name in OPTIONS))
@@ -173,6 +174,8 @@ def runs_of(values: Mapping[str, Any], recipes: list[str], base: RunConfig, seed
     or UnknownFormatError for the first that cannot be run."""
     if not recipes:
         raise ConfigError("choose at least one recipe")
+    if not 1 <= seeds <= MOST_SEEDS:
+        raise ConfigError(f"seeds is {seeds}: expected 1 to {MOST_SEEDS}")
     config = config_of(values, base)
     return [
         plan(replace(config, recipe=recipe, seed=config.seed + number)) for number in range(seeds) for recipe in recipes
@@ -188,13 +191,6 @@ def lacks_baseline(runs: Sequence[RunConfig], existing: Iterable[Mapping[str, An
 
     known = {settings(run.to_dict()) for run in runs if run.recipe == BF16} | set(map(settings, existing))
     return any(settings(run.to_dict()) not in known for run in runs if run.recipe != BF16)
-
-
-def kept_options(base: RunConfig) -> list[str]:
-    """The options of a configuration that the page has no field for, as command-line arguments."""
-    plain = RunConfig()
-    shown = {name: getattr(plain, name) for name in (*FIELDS, "recipe")}
-    return replace(base, **shown).arguments()[3:]
 
 
 def wrapped(command: str, letters: int) -> str:

@@ -16,9 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path, PurePosixPath
-from queue import Empty, SimpleQueue
-from tempfile import TemporaryDirectory
-from threading import Thread
+from tempfile import NamedTemporaryFile, TemporaryDirectory
 
 import streamlit as st
 from streamlit.runtime.uploaded_file_manager import UploadedFile
@@ -185,32 +183,22 @@ def _above(place: str) -> list[str]:
     return [str(folder) for folder in PurePosixPath(place).parents][:-1]
 
 
-def _read(process: subprocess.Popen[str], printed: SimpleQueue[str | None]) -> None:
-    """Put each line that a process prints into the queue, and None at its end."""
-    assert process.stdout
-    for line in process.stdout:
-        printed.put(line.rstrip())
-    printed.put(None)
-
-
 def _run(root: Path, source: Path, options: list[str], say: Callable[[str], object]) -> tuple[int, list[str]]:
     """(exit status, lines printed) of `binade import`. If the page is left meanwhile, the command is cancelled."""
     what = [*options, "--tensor-save-dir", str(root), "--", str(source)]
-    command, lines, ended = [sys.executable, "-P", "-m", "binade", "import", *what], list[str](), False
-    printed: SimpleQueue[str | None] = SimpleQueue()
-    with subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-    ) as process:
-        Thread(target=_read, args=(process, printed), daemon=True).start()
+    command = [sys.executable, "-P", "-m", "binade", "import", *what]
+    with (
+        NamedTemporaryFile(mode="r", encoding="utf-8", errors="replace") as printed,
+        open(printed.name, "wb") as output,
+        subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT) as process,
+    ):
+        text = ""
         try:
-            while not ended:
-                with suppress(Empty):
-                    if (line := printed.get(timeout=BEAT)) is None:
-                        ended = True
-                    else:
-                        lines.append(line)
-                say(lines[-1] if lines else "")  # where Streamlit ends a script whose page was left
+            while process.poll() is None:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(BEAT)
+                text += printed.read()
+                say((text.splitlines() or [""])[-1])  # where Streamlit ends a script whose page was left
         finally:
-            if not ended:
-                process.terminate()
-    return process.returncode, lines
+            process.terminate()
+    return process.returncode, text.splitlines()

@@ -45,7 +45,7 @@ def show(opened: Catalog, view: View, reading: Reading) -> None:
         _empty(root, view)
         _redraw_on_change(root, views)
         return
-    _ensure_runner(root, views)
+    _do(partial(jobs.ensure_runner, root, views))
     _head(root, views)
     chosen = _chosen(views, view.params.get("job", [""])[0])
     left, right = st.columns([1, 2.1], gap="large")
@@ -90,12 +90,6 @@ def _redraw_on_change(root: Path, shown: list[JobView], seen: tuple[Catalog, int
         return listed or (seen is not None and has_changed(seen[0], "version", seen[1]))
 
     redraw_when(changed, IDLE)
-
-
-def _ensure_runner(root: Path, views: list[JobView]) -> None:
-    """Start the runner if jobs wait and no runner is alive, for example after a restart of the machine."""
-    if any(view.active for view in views) and not read_only() and not jobs.has_runner(root):
-        _do(partial(jobs.start_runner, root))
 
 
 def _signature(views: list[JobView]) -> list[object]:

@@ -25,7 +25,6 @@ HELP = (
     "format rounds everything. You can also type a name that is not listed, such as nvfp4(block=16x16) or "
     "nvidia_nvfp4(without=rounding), or the path to a .toml or .yaml file"
 )
-SAVE = ":material/save:"
 FORMAT = (
     "An operand that is not named stays in bf16. Every spec is literal: here, mxfp8 means E4M3 for gradients, too. A "
     "table [modules.NAME] differs from [linear] in one module, [[schedule]] from an iteration on. Stochastic rounding "
@@ -51,8 +50,8 @@ def picker(key: str) -> None:
 
 
 def about(chosen: Sequence[str]) -> None:
-    """Notes on the chosen recipes: the title and the warnings of each; the rest is shown on request."""
-    known = {}
+    """The title and the warnings of each recipe that has any; the summary shows the rest on request."""
+    lines = []
     for name in chosen:
         try:
             recipe = parse_recipe(name)
@@ -60,23 +59,9 @@ def about(chosen: Sequence[str]) -> None:
             continue  # the summary shows the error
         names_gradients = any(part.text != part.quant_type for part in recipe.every_part())
         if recipe.about.title or names_gradients or saved_recipes.warnings_of(recipe):
-            known[name] = recipe
-    if not known:
-        return
-    st.markdown("  \n".join(_headline(label(name), recipe) for name, recipe in known.items()))
-    known = {name: recipe for name, recipe in known.items() if saved_recipes.details(recipe)}
-    if not known:
-        return
-    with st.popover("Sources and what is left out", icon=":material/info:", type="tertiary"):
-        for name, recipe in known.items():
-            st.markdown("\n".join([f"**{plain(label(name))}**\n", *_details(recipe)]))
-
-
-def _details(recipe: Recipe) -> list[str]:
-    return [
-        f"- {title}\n" + "\n".join(f"    - {plain(item)}" for item in items)
-        for title, items in saved_recipes.details(recipe).items()
-    ]
+            lines.append(_headline(label(name), recipe))
+    if lines:
+        st.markdown("  \n".join(lines))
 
 
 def _headline(name: str, recipe: Recipe) -> str:
@@ -122,10 +107,7 @@ def editor(picked: str, modules: Sequence[str]) -> None:
         st.code(EXAMPLE, language="toml")
     if path and path.exists():
         _delete(places[3], path, picked)
-    if path and recipe:
-        _save(places[2], path, text)
-    else:
-        places[2].button("Save", icon=SAVE, disabled=True, width="stretch", key="save_refused")
+    _save(places[2], path if recipe else None, text)
     if recipe:
         st.markdown(_headline(f"{name}.toml" if name else "Unnamed", recipe))
         if biased := saved_recipes.biased_specs(recipe):
@@ -164,17 +146,18 @@ def _deleted(path: Path, picked: str) -> None:
     st.toast("Deleted", icon=":material/check:")
 
 
-def _save(place: Any, path: Path, text: str) -> None:
-    """The button that saves the recipe, with a warning if that replaces a file."""
-    exists = path.exists()
-    done = False
-    with suppress(OSError):
-        done = path.read_bytes() == text.encode()
-    if exists:
+def _save(place: Any, path: Path | None, text: str) -> None:
+    """The button that saves the recipe, with a warning if that replaces a file. path: None if it cannot be saved."""
+    exists, done = path is not None and path.exists(), False
+    if path and exists:
+        with suppress(OSError):
+            done = path.read_bytes() == text.encode()
         st.caption(plain(f"Saved as {path}." if done else f"{path} exists: Replace overwrites it."))
     word = "Saved" if done else "Replace" if exists else "Save"
-    if not place.button(word, icon=SAVE, disabled=done, width="stretch", key=f"recipe_{word}"):
+    disabled = done or path is None
+    if not place.button(word, icon=":material/save:", disabled=disabled, width="stretch", key=f"recipe_{word}"):
         return
+    assert path
     try:
         saved_recipes.save(path, text, replace=exists)
     except (RecipeError, ReadOnlyError, OSError) as error:

@@ -49,18 +49,6 @@ def warnings_of(recipe: Recipe) -> list[str]:
     return words
 
 
-def details(recipe: Recipe) -> dict[str, tuple[str, ...]]:
-    """The sources of a recipe, what it leaves out and what is uncertain: nonempty lists by title."""
-    about = recipe.about
-    lists = {
-        f"Source ({about.read})" if about.read else "Source": about.source,
-        "Not reproduced": about.leaves_out,
-        "Uncertain": about.uncertain,
-        f"Stochastic rounding is {BIASED}": biased_specs(recipe),
-    }
-    return {title: items for title, items in lists.items() if items}
-
-
 def biased_specs(recipe: Recipe) -> tuple[str, ...]:
     """The specs of a recipe whose stochastic rounding is biased, each once."""
     specs = (part.formats[field] for part in recipe.every_part() for field in OPERAND_FIELDS)

@@ -203,9 +203,9 @@ def _params() -> Sequence[click.Parameter]:
                    "most X"),
         CliOption(["--by"], type=click.Choice(BY), default="site", title=limits,
                help="Choose formats for each linear layer (site), each layer, each module in all layers, or the whole "
-                   "model  [default: site]"),
+                   "model"),
         CliOption(["--parts"], type=words_of(tuple(PARTS)), default="linear", metavar="A,B,...", title=limits,
-               help=f"{', '.join(PARTS)}; the others stay in bf16  [default: linear]"),
+               help=f"{', '.join(PARTS)}; the others stay in bf16"),
         CliOption(["--formats"], type=_specs, default="", metavar="A,B,...", title=limits,
                help=f"Formats to choose from, in addition to bf16  [default: {','.join(FORMATS)}]"),
         CliOption(["--max-bf16-layers", "most_bf16"], type=click.IntRange(0), metavar="N", title=limits,
@@ -216,7 +216,7 @@ def _params() -> Sequence[click.Parameter]:
                help="Queue runs that test the recipe with this number of seeds: bf16, the best single format with "
                    "at most as many bits, and the recipe"),
         CliOption(["--train-iters"], type=click.IntRange(2), default=200, metavar="N", title=runs,
-               help="Iterations of each of these runs  [default: 200]"),
+               help="Iterations of each of these runs"),
         CliOption(["--target"], metavar="NAME", title=runs,
                help="Cluster in binade.toml on which they run  [default: this machine]"),
         *source_params(),

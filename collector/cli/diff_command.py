@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from binade.collector.cli.output import csv_text
 from binade.terminal import FAILED, CliOption, Command, print_text, resolve_root, root_option
 
 if TYPE_CHECKING:  # they import pyarrow
@@ -47,7 +46,11 @@ def _diff(run_a: str, run_b: str, root: str | None, tolerance: float | None, bit
     if not comparison.rows and not comparison.incomplete:
         raise RunError(f"{a.run_id} and {b.run_id} have no tensor in common")
     first = comparison.first(limit)
-    print_text(_csv(comparison) if kind == "csv" else "\n".join(_lines(comparison, limit, first)))
+    if kind == "text":
+        text = "\n".join(_lines(comparison, limit, first))
+    else:
+        text = csv_text([asdict(row) for row in comparison.rows]).rstrip() if comparison.rows else ""
+    print_text(text)
     return 0 if first is None and comparison.rows else FAILED
 
 
@@ -98,15 +101,6 @@ def _number(value: float | None) -> str:
     return f"{value:10.3e}" if value is not None else "         –"
 
 
-def _csv(difference: Difference) -> str:
-    written = io.StringIO()
-    rows = [asdict(row) for row in difference.rows]
-    writer = csv.DictWriter(written, list(rows[0]) if rows else [])
-    writer.writeheader()
-    writer.writerows(rows)
-    return written.getvalue().rstrip()
-
-
 diff = Command(
     "diff",
     params=[
@@ -118,7 +112,7 @@ diff = Command(
                    "runs, what the dtypes explain]"),
         CliOption(["--bitwise"], is_flag=True, help="Find the first tensor that differs in at least one bit"),
         CliOption(["--format", "kind"], type=click.Choice(("text", "csv")), default="text",
-               help="text: the tensors around the first difference; csv: every tensor  [default: text]"),
+               help="text: the tensors around the first difference; csv: every tensor"),
         root_option(),
     ],
     callback=_diff,

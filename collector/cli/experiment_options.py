@@ -26,7 +26,6 @@ OF_MODEL = (
 """The options of `binade run` that an experiment has."""
 OF_RUN = ("size", "layers", "vocab_size", "seed")  # those that a run has decided
 SEQUENCES = 8
-MODEL_HELP = "A run, a directory or GGUF file with a checkpoint, or the name of a model"
 
 
 def source_params() -> list[click.Parameter]:

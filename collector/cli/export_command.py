@@ -53,7 +53,7 @@ export = Command(
         CliOption(["--output"], type=Path, required=True, metavar="DIR",
                help="New directory; each run gets a subdirectory"),
         CliOption(["--metrics"], type=names, default=DEFAULT, metavar="A,B,...",
-               help=f"{METRICS}  [default: {DEFAULT}]"),
+               help=METRICS),
         CliOption(["--formats"], type=names, default="", metavar="A,B,...", help="Export errors of these formats only"),
         root_option(),
         *filter_params(),

@@ -295,7 +295,7 @@ import_ = Command(
         click.Argument(["path"], type=Path, metavar="PATH"),
         CliOption(["--dry-run"], is_flag=True, help="List what is recognized, and import nothing"),
         CliOption(["--scores"], type=names, metavar="A,B,...", default=SCORES, title=TENSORS,
-               help=f"Formats to score every tensor in  [default: {SCORES}]"),
+               help="Formats to score every tensor in"),
         CliOption(["--workers"], type=int, metavar="N", title=TENSORS,
                help="Number of processes  [default: one per core]"),
         CliOption(["--kind"], type=click.Choice([*KINDS]), title=TENSORS,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from binade.collector.jobs import Job, JobView
 
 LATEST = 10  # ended jobs that are listed without --all
-INTERVAL = 0.3  # seconds between two checks of a job that is followed
+INTERVAL = 0.1  # seconds between two checks of a job that is followed
 SETTINGS: dict[str, Any] = {
     "cancelled": "stopped watching; the jobs continue",
     "failed": "the queue cannot be changed",
@@ -78,11 +78,11 @@ def _add(root: Path, line: tuple[str, ...]) -> None:
     trained on a cluster."""
     if not line:
         raise ConfigError("jobs add needs a command line: binade jobs add run --quantization mxfp8")
-    from binade.collector.jobs import add_command, start_runner
+    from binade.collector.jobs import add_runs, start_runner
 
     if line[0] in QUEUEABLE:
         _check_usage(line)
-        added = [add_command(root, line)]
+        added = add_runs(root, [line])
     else:
         named = parse(line).root
         root = resolve_root(named) if named else root
@@ -123,12 +123,12 @@ def add_line(root: Path, line: Sequence[str]) -> list[Job]:
 @number_argument
 def _follow(root: Path, number: int) -> int:
     """Print a job's log until the job ends. Ctrl-C stops printing, not the job."""
-    from binade.collector.jobs import JobState, find, view_of
+    from binade.collector.jobs import JobState, ensure_runner, find, view_of
     from binade.collector.jobs.directory import OUTPUT_FILE, directory_of
 
     job = find(root, number)
     log = directory_of(root, job) / OUTPUT_FILE
-    _ensure_runner(root, [view_of(root, job)])
+    ensure_runner(root, [view_of(root, job)])
     queued, read = False, 0
     while True:
         view = view_of(root, job)
@@ -201,7 +201,7 @@ def _serve(root: Path) -> None:
 
 
 def _print_jobs(root: Path, everything: bool) -> None:
-    from binade.collector.jobs import JobState, at_once, listing, problems
+    from binade.collector.jobs import JobState, at_once, ensure_runner, listing, problems
     from binade.data.run.directory import RunError
 
     views = listing(root)
@@ -211,7 +211,7 @@ def _print_jobs(root: Path, everything: bool) -> None:
         print(f"no jobs in {root}: queue one with binade jobs add run --quantization mxfp8")
         return
     try:
-        _ensure_runner(root, views)
+        ensure_runner(root, views)
     except (OSError, RunError) as error:  # a disk that is full or read-only
         fail(f"waiting jobs are not started: {describe(error)}")
     ended = [view for view in views if not view.active]
@@ -246,15 +246,6 @@ def _row(view: JobView) -> tuple[str, ...]:
         view.job.title,
         view.written.run_id if view.written else "",
     )
-
-
-def _ensure_runner(root: Path, views: list[JobView]) -> None:
-    """Start the runner if jobs wait and no runner is alive, for example after a restart of the machine."""
-    from binade.collector.jobs import has_runner, start_runner
-    from binade.data.run.access import read_only
-
-    if any(view.active for view in views) and not read_only() and not has_runner(root):
-        start_runner(root)
 
 
 def _print_from(log: Path, start: int) -> int:

@@ -99,13 +99,12 @@ def _params() -> list[click.Parameter]:
     return [
         click.Argument(["model"], required=False, metavar="[MODEL]"),
         CliOption(["--formats"], type=names, default="mxfp4,nvfp4,mxfp8", metavar="A,B,...", title=what,
-               help="Formats, or recipes by name or path  [default: mxfp4,nvfp4,mxfp8]"),
+               help="Formats, or recipes by name or path"),
         CliOption(["--by"], type=words_of(BY), default="part,site", metavar="A,B,...", title=what,
                help="What is rounded together: part (all linear layers, all QK^T, all PV), layer or module (a part in "
-                   "one layer, or a module in all), site (a module of a layer), model (all that a recipe rounds)  "
-                   "[default: part,site]"),
+                   "one layer, or a module in all), site (a module of a layer), model (all that a recipe rounds)"),
         CliOption(["--parts"], type=words_of(tuple(PARTS)), default="linear", metavar="A,B,...", title=what,
-               help=f"{', '.join(PARTS)}  [default: linear]"),
+               help=", ".join(PARTS)),
         CliOption(["--blocks"], is_flag=True, title=what,
                help="Also measure the error of each block's output, with the inputs that it receives and with those "
                    "that it has without rounding, of parts and the model: which blocks add errors"),

@@ -67,7 +67,7 @@ def output_options() -> list[click.Parameter]:
     """--format and --output."""
     return [
         CliOption(["--format", "kind"], type=click.Choice(("text", "csv", "markdown")), default="text",
-               help="Format of the output  [default: text]"),
+               help="Format of the output"),
         CliOption(["--output"], type=Path, metavar="FILE", help="Write to FILE instead of the terminal"),
     ]  # fmt: skip
 

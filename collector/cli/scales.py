@@ -110,9 +110,9 @@ scales = Command(
     params=[
         click.Argument(["root"], required=False, metavar="[ROOT]"),
         CliOption(["--format", "fmt"], default="hifp8", metavar="NAME",
-               help="hifp8, or an FP8 format without blocks, such as fp8_e5m2  [default: hifp8]"),
+               help="hifp8, or an FP8 format without blocks, such as fp8_e5m2"),
         CliOption(["--history"], type=click.IntRange(1, 999_999_999), default=16, metavar="N",
-               help="Number of absmax values from which the recipe computes a scale  [default: 16]"),
+               help="Number of absmax values from which the recipe computes a scale"),
         CliOption(["--output"], type=Path, metavar="FILE",
                help="Write delayed scaling with these margins to a new .toml file"),
         *filter_params(),

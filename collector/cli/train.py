@@ -13,11 +13,7 @@ import click
 
 from binade.collector.cli.console import console
 from binade.collector.cli.options import request_of, training_params
-from binade.collector.datasets.inputs import describe_inputs
 from binade.collector.errors import ConfigError
-from binade.collector.pretrained.directory import describe_weights
-from binade.collector.recipes.selection import SiteSelection, by_layer
-from binade.collector.training.config import RunConfig
 from binade.collector.training.plan import Plan
 from binade.collector.training.slurm_options import SlurmOptions
 from binade.terminal import Command, print_text, resolve_root
@@ -49,6 +45,7 @@ def _run(context: click.Context, /, **params: Any) -> None:
     if request.resume and on_cluster:
         raise ConfigError("--resume continues a run on this machine: leave out --target and --launcher")
     if request.start.dry_run:
+        from binade.collector.jobs.command_line import describe
         from binade.collector.jobs.queue import next_script
 
         script = next_script(root, plans, request.start)
@@ -70,66 +67,6 @@ def queue(
         cluster = view_of(root, job).cluster
         print_text(f"job {job.id} queued{f' as Slurm job {cluster.id}' if cluster else ''}: {job.title}")
     start_runner(root)
-
-
-def describe(plan: Plan, root: Path) -> str:
-    config, shape, recipe = plan.config, plan.shape, plan.recipe
-    tokens = config.dp * config.micro_batches * config.micro_batch_size * config.sequence_length
-    rows = [
-        f"recipe    {recipe.name}{f': {recipe.about.title}' * bool(recipe.about.title)}",
-        *(f"{'source' if not n else '':<9} {text}" for n, text in enumerate(recipe.about.source)),
-        *(f"{'omits' if not n else '':<9} {text}" for n, text in enumerate(recipe.about.leaves_out)),
-        *(f"{'uncertain' if not n else '':<9} {text}" for n, text in enumerate(recipe.about.uncertain)),
-        *(f"{'note' if not n else '':<9} {text}" for n, text in enumerate(recipe.check_modules(shape.sites()))),
-        f"model     {config.model_title}: {shape.describe()}, "
-        f"vocabulary {shape.vocab}; {shape.parameters / 1e6:.1f} M weights",
-        f"weights   {describe_weights(Path(config.model)) if config.has_path else f'random, seed {config.seed}'}",
-        *([f"start     {plan.branch.describe(config)}"] if plan.branch else []),
-        f"data      {describe_inputs(config.dataset, config.tokenizer_name)}, {tokens} tokens per iteration",
-        f"length    {config.warmup_iterations} warm-up iterations in bf16, then {config.iterations} with the recipe",
-        f"record    {recorded(config)}",
-        f"device    {config.device}, {_ranks(config)}, operands quantized with {config.quantized_by}",
-        f"root      {root}",
-    ]
-    if kept := plan.kept_layers:
-        model = shape.sites()
-        rows.append(f"skip      {'; '.join(by_layer(model, SiteSelection.parse(kept).of(model), 'bf16', 'as below'))}")
-    rows.append("operand by operand (part.GEMM.operand, contracted axis, format):")
-    return "\n".join([*rows, *(f"    {line}" for line in recipe.lines())])
-
-
-def _ranks(config: RunConfig) -> str:
-    if config.world_size == 1:
-        return "one rank"
-    split = f"TP {config.tp}{' with sequence parallelism' if config.sequence_parallel else ''}"
-    return f"{config.world_size} ranks ({split}, DP {config.dp})"
-
-
-def recorded(config: RunConfig) -> str:
-    """Describe what is recorded."""
-    if not config.save_tensors:
-        return "nothing"
-    taken = config.recorded_iterations
-    shown = ", ".join(map(str, taken if len(taken) < 5 else [*taken[:2], "...", taken[-1]]))
-    places = [
-        *([f"of {', '.join(config.modules)}"] if config.modules else []),
-        *([f"of layers {config.capture_layers}"] if config.capture_layers else []),
-        *([f"on ranks {', '.join(map(str, config.ranks))}"] if config.ranks else []),
-    ]
-    values = f"kept, {_size(config.max_bytes)} at most" if config.raw else "not kept"
-    return (
-        f"{' '.join([', '.join(config.tensors) or 'all default tensors', *places])}, {config.recorded_micro_batches} "
-        f"of {config.micro_batches} micro-batches of iterations {shown}; scores in "
-        f"{', '.join(config.scores) or 'no format'}; values {values}"
-    )
-
-
-def _size(number: int) -> str:
-    """Bytes in the units of --max-bytes."""
-    for unit, name in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if number >= unit:
-            return f"{round(number / unit, 2):,} {name}"
-    return f"{number} bytes"
 
 
 def collect(plans: list[Plan], root: Path, resume: str | None = None) -> None:

@@ -16,7 +16,6 @@ from binade.collector.jobs.directory import Job, JobError
 from binade.collector.jobs.estimate import estimate
 from binade.collector.jobs.queue import (
     MOST_AT_ONCE,
-    add_command,
     add_resumed,
     add_runs,
     at_once,
@@ -26,7 +25,7 @@ from binade.collector.jobs.queue import (
     set_at_once,
 )
 from binade.collector.jobs.repeats import trained_with, with_further_seeds
-from binade.collector.jobs.runner import start_runner
+from binade.collector.jobs.runner import ensure_runner, start_runner
 from binade.collector.jobs.slurm import SubmissionError
 from binade.collector.jobs.state import (
     JobState,
@@ -50,13 +49,13 @@ __all__ = [
     "JobView",
     "Progress",
     "SubmissionError",
-    "add_command",
     "add_resumed",
     "add_runs",
     "at_once",
     "cancel",
     "command_line",
     "delete",
+    "ensure_runner",
     "estimate",
     "find",
     "has_runner",

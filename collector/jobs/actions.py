@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from binade.collector.jobs.directory import LAUNCH_FILE, OUTPUT_FILE, Job, JobError, change_launch, directory_of
-from binade.collector.jobs.queue import add_command, add_resumed, add_runs, find, locked
+from binade.collector.jobs.queue import add_resumed, add_runs, find, locked
 from binade.collector.jobs.runner import start_runner
 from binade.collector.jobs.state import JobState, view_of
 from binade.collector.training.plan import plan
@@ -34,11 +33,15 @@ def cancel(root: Path, number: int) -> None:
 def retry(root: Path, number: int) -> Job:
     """Queue the same job again, as a new run. Raises as `find` and `add_runs`."""
     job = find(root, number)
-    where: dict[str, Any] = {"tags": job.tags, "directory": Path(job.directory), "repeats": job.run_id}
-    if job.config is None:
-        again = add_command(root, job.command, job.title, **where)
-    else:
-        (again,) = add_runs(root, [plan(job.config)], job.start, [job.title], **where)
+    (again,) = add_runs(
+        root,
+        [plan(job.config) if job.config else job.command],
+        job.start,
+        [job.title],
+        tags=job.tags,
+        directory=Path(job.directory),
+        repeats=job.run_id,
+    )
     start_runner(root)
     return again
 

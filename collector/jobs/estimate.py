@@ -14,6 +14,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -73,7 +74,7 @@ def estimate(plans: Sequence[Plan], root: Path, target: str = "", at_once: int =
     """The estimate for these runs under this root, with this many at the same time. On a target, only earlier runs
     there are used, and the memory of its nodes is unknown."""
     volumes = [volume_of(plan) for plan in plans]
-    history = [run for run in earlier_runs(root) if run.target == target]
+    history = earlier_runs(root, plans[0].config, target)
     times = [duration(plan, volume, history) for plan, volume in zip(plans, volumes, strict=True)]
     free, disk_free = None if target else memory_free(plans[0].config.device), free_space(root)
     disk = sum(volume.disk for volume in volumes)
@@ -182,14 +183,13 @@ def elements_of(config: RunConfig, spec: Spec | OtherSpec, names: Sequence[str] 
 
 @dataclass(frozen=True)
 class EarlierRun:
-    """Seconds of a warm-up, an unrecorded and a recorded iteration of an earlier run, None where it had none.
-    lines are those of its recipe, target is the cluster that it ran on."""
+    """Seconds of a warm-up, an unrecorded and a recorded iteration of an earlier run, None where it had none. lines are
+    those of its recipe."""
 
     config: RunConfig
     shape: Shape
     recipe: str
     lines: Sequence[str]
-    target: str
     warm_up: float | None
     plain: float | None
     recorded: float | None
@@ -204,57 +204,51 @@ def step_times(losses: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[f
     return times
 
 
-def earlier_runs(root: Path) -> list[EarlierRun]:
-    """The finished runs under a root that recorded the time of their iterations, newest first, without damaged ones."""
+def earlier_runs(root: Path, config: RunConfig, target: str = "") -> list[EarlierRun]:
+    """The finished runs under a root of the same model, size, device, ranks and target that recorded the time of their
+    iterations, newest first, without damaged ones."""
     earlier = []
     for run in reversed(list_runs(root)[0]):
-        if run.status.state != DONE:
+        if run.status.state != DONE or str(run.config.get("target") or "") != target:
             continue
-        try:
-            kinds = step_times(sound_losses(run.directory))
-            config = trained_config(run.config)
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            other = trained_config(run.config)
             if path := (run.config.get("weights") or {}).get("path"):
-                config = replace(config, model=path)
-            shape, _ = model_of(config)
-        except (OSError, ValueError, TypeError, KeyError):
-            continue
-        if any(kinds):
-            # The first iteration of a kind also compiles and fills caches: it counts only if there is no other.
-            seconds = (median(k[1:] or k) if k else None for k in kinds)
+                other = replace(other, model=path)
+            if _place(other) != _place(config):
+                continue
+            shape, _ = model_of(other)
             recipe, lines = str(run.config.get("recipe")), run.config.get("operands") or []
-            target = str(dict(run.config).get("target") or "")
-            earlier.append(EarlierRun(config, shape, recipe, lines, target, *seconds))
+            if any(kinds := step_times(sound_losses(run.directory))):
+                # The first iteration of a kind also compiles and fills caches: it counts only if there is no other.
+                seconds = (median(k[1:] or k) if k else None for k in kinds)
+                earlier.append(EarlierRun(other, shape, recipe, lines, *seconds))
     return earlier
+
+
+def _place(config: RunConfig) -> tuple[object, ...]:
+    """What two runs must have in common for the times of one to apply to the other."""
+    model = Path(config.model).resolve() if config.has_path else config.model
+    return model, config.size, config.device, config.tp, config.dp
 
 
 def duration(plan: Plan, volume: Volume, history: Sequence[EarlierRun]) -> tuple[float, str, bool]:
     """(seconds of a run from start to end, what they are based on, whether they were measured)."""
-    config, lines = plan.config, plan.recipe.lines()
-    similar = [run for run in history if _similar(config, run.config, _quantized(lines) > 0)]
+    lines = plan.recipe.lines()
+    quantized = _quantized(lines)
+    similar = [run for run in history if not quantized or run.config.quantized_by == plan.config.quantized_by]
     if not similar:
         basis = "No similar run yet, so this is only an order-of-magnitude estimate."
-        return STARTUP + _by_rule(plan, volume, lines), basis, False
-    same = [run for run in similar if run.lines == lines]
-    if same:
+        return STARTUP + _by_rule(plan, volume), basis, False
+    if same := [run for run in similar if run.lines == lines]:
         used = same[:RECENT]
         basis = f"Estimated from {len(used)} earlier run{'s' * (len(used) != 1)} of this model and recipe."
     else:
-        quantized = _quantized(lines)
-        distance = {id(run): abs(_quantized(run.lines) - quantized) for run in similar}
-        used = [run for run in similar if distance[id(run)] == min(distance.values())][:RECENT]
+        nearest = min(abs(_quantized(run.lines) - quantized) for run in similar)
+        used = [run for run in similar if abs(_quantized(run.lines) - quantized) == nearest][:RECENT]
         other = used[0].recipe
         basis = f"No run of this recipe yet: estimated from {other}, which quantizes a similar number of operands."
     return STARTUP + median(_scaled(plan, volume, run) for run in used), basis, True
-
-
-def _similar(config: RunConfig, other: RunConfig, quantized: bool) -> bool:
-    """Whether an earlier run's times apply to a run; quantized: whether the run rounds anything."""
-    model, its_model = (Path(run.model).resolve() if run.has_path else run.model for run in (config, other))
-    return (
-        model == its_model
-        and (other.size, other.device, other.tp, other.dp) == (config.size, config.device, config.tp, config.dp)
-        and (other.quantized_by == config.quantized_by or not quantized)
-    )
 
 
 def _quantized(lines: Sequence[str]) -> int:
@@ -277,9 +271,13 @@ def _scaled(plan: Plan, volume: Volume, run: EarlierRun) -> float:
         parts = recorded_of(other, run.shape) if other.save_tensors else ()
         extra = beyond * _recording(config, volume) / max(1.0, _recording(other, _volume(other, parts)))
     warm_up = min(plain * grown, _by_weights(plan)) if run.warm_up is None else run.warm_up * grown
-    recorded = len(config.recorded_iterations)
-    extra += plain * grown * (_passes(config) - 1)
-    return config.warmup_iterations * warm_up + config.iterations * plain * grown + recorded * extra
+    return _total(config, warm_up, plain * grown, extra)
+
+
+def _total(config: RunConfig, warm_up: float, plain: float, extra: float) -> float:
+    """The seconds of all iterations, from those of a warm-up and an unrecorded one, and what recording adds to one."""
+    recorded = len(config.recorded_iterations) * (extra + plain * (_passes(config) - 1))
+    return config.warmup_iterations * warm_up + config.iterations * plain + recorded
 
 
 def _passes(config: RunConfig) -> float:
@@ -304,13 +302,13 @@ def _by_weights(plan: Plan) -> float:
     return 6 * plan.shape.parameters * _tokens(config) / FLOPS[config.device] / config.tp
 
 
-def _by_rule(plan: Plan, volume: Volume, lines: Sequence[str]) -> float:
-    """The seconds of a run's iterations by rules of thumb; lines: of its recipe."""
+def _by_rule(plan: Plan, volume: Volume) -> float:
+    """The seconds of a run's iterations by rules of thumb."""
     config = plan.config
     passing = sum(sum(elements_of(config, spec)) for spec in plan.shape.specs()) * config.micro_batches
     rate = QUANTIZE[config.device, config.quantized_by]
+    lines = plan.recipe.lines()
     quantize = _quantized(lines) / len(lines) * passing * rate / config.tp
-    record = volume.values * (1 + len(config.scores)) * RECORD[config.device] / config.world_size
-    iterations = config.warmup_iterations + config.iterations
-    iterations += round(len(config.recorded_iterations) * (_passes(config) - 1))
-    return iterations * _by_weights(plan) + config.iterations * quantize + record
+    record = _recording(config, volume) * RECORD[config.device] / config.world_size
+    weights = _by_weights(plan)
+    return _total(config, weights, weights + quantize, record)

@@ -42,9 +42,9 @@ from binade.collector.jobs.processes import Process, boot, host
 from binade.collector.jobs.slurm import ClusterJob, check_submits, script, submit
 from binade.collector.recipes.files import label
 from binade.collector.training.checkpoints import last
-from binade.collector.training.config import RunConfig
 from binade.collector.training.plan import Plan
 from binade.collector.training.slurm_options import SlurmOptions
+from binade.collector.training.targets import Target
 from binade.data.run.access import check_writable
 from binade.data.run.directory import (
     JOB_FILE,
@@ -63,6 +63,7 @@ from binade.data.run.store import locked as held
 from binade.data.run.store import remove_directory, staged_directory
 from binade.data.words.text import describe
 
+Work = Plan | Sequence[str]  # what a run is queued for: a training, or a command QUEUEABLE as words without the root
 FOLDER = ".jobs"
 LONGEST_TITLE = 120
 MOST_AT_ONCE = 64
@@ -171,7 +172,7 @@ def write_runner(root: Path, process: Process) -> None:
 
 def add_runs(
     root: Path,
-    plans: Sequence[Plan],
+    works: Sequence[Work],
     start: SlurmOptions = HERE,
     titles: Sequence[str] = (),
     *,
@@ -179,29 +180,34 @@ def add_runs(
     directory: Path | None = None,
     repeats: str | None = None,
 ) -> list[Job]:
-    """Queue these runs in their order. They start only after `runner.start_runner`. On a cluster they are submitted as
-    one array before this returns, so that a refusal is reported at once. directory: where they work, by default here.
-    Raises ConfigError, ReadOnlyError, RunError, OSError, SubmissionError."""
+    """Queue a run for each of these, in their order. They start only after `runner.start_runner`. On a cluster, where
+    all are plans, they are submitted as one array before this returns, so that a refusal is reported at once.
+    directory: where they work, by default here. Raises ConfigError, ReadOnlyError, RunError, OSError, SubmissionError.
+    """
     check_writable("starting a run")
-    target, working = start.for_run(plans[0].config), directory or Path.cwd()
+    for work in works:
+        if not isinstance(work, Plan):
+            check_command(work)
+    target, working = _target(works, start), directory or Path.cwd()
     check_queue(root)
     if target:
         check_submits(root, working)
     created = now()
+    requests = [
+        Job(
+            run_id=_run_id(work),
+            config=work.config if isinstance(work, Plan) else None,
+            command=() if isinstance(work, Plan) else tuple(work),
+            start=start,
+            directory=str(working),
+            created=created,
+            title=_title(title) or _title(_named(work)),
+            tags=_tags(tags),
+            repeats=repeats,
+        )
+        for work, title in zip(works, titles or [""] * len(works), strict=True)
+    ]
     with locked(root):
-        requests = [
-            Job(
-                run_id=new_run_id(f"{plan.config.model_name}_{plan.recipe.name}"),
-                config=plan.config,
-                start=start,
-                directory=str(working),
-                created=created,
-                title=_title(title) or _named(plan.config),
-                tags=_tags(tags),
-                repeats=repeats,
-            )
-            for plan, title in zip(plans, titles or [""] * len(plans), strict=True)
-        ]
         made = _make(root, requests)
         if target:
             directories = [directory_of(root, job) for job in made]
@@ -209,31 +215,12 @@ def add_runs(
     return made
 
 
-def add_command(
-    root: Path,
-    command: Sequence[str],
-    title: str = "",
-    *,
-    tags: Sequence[str] = (),
-    directory: Path | None = None,
-    repeats: str | None = None,
-) -> Job:
-    """Queue one of the commands QUEUEABLE, a list of words without the root. Raises ConfigError, ReadOnlyError,
-    RunError, OSError."""
-    check_writable("starting a run")
-    check_command(command)
-    check_queue(root)
-    with locked(root):
-        request = Job(
-            run_id=new_run_id(command[0]),
-            command=tuple(command),
-            directory=str(directory or Path.cwd()),
-            created=now(),
-            title=_title(title) or _title(" ".join(command)),
-            tags=_tags(tags),
-            repeats=repeats,
-        )
-        return _make(root, [request])[0]
+def _target(works: Sequence[Work], start: SlurmOptions) -> Target | None:
+    return start.for_run(works[0].config) if isinstance(works[0], Plan) else None
+
+
+def _run_id(work: Work) -> str:
+    return new_run_id(f"{work.config.model_name}_{work.recipe.name}" if isinstance(work, Plan) else work[0])
 
 
 def _make(root: Path, requests: Sequence[Job]) -> list[Job]:
@@ -258,7 +245,7 @@ def add_resumed(root: Path, run_id: str, plan: Plan) -> Job:
             raise JobError(f"{run_id} is queued already")
         last(run)
         number = _next_number(root)
-        new = Job(run_id, str(Path.cwd()), now(), number, config=plan.config, title=_named(plan.config), user=_user())
+        new = Job(run_id, str(Path.cwd()), now(), number, config=plan.config, title=_named(plan), user=_user())
         before = read_job(run.directory) or new
         job = replace(before, position=number, start=HERE, resumes=True, created=now())
         (run.directory / LAUNCH_FILE).unlink(missing_ok=True)  # first: it is that of the time before
@@ -271,15 +258,14 @@ def add_resumed(root: Path, run_id: str, plan: Plan) -> Job:
 def next_script(root: Path, plans: Sequence[Plan], start: SlurmOptions) -> str | None:
     """The script that `add_runs` would submit, but for the names of the runs; None for runs on this machine. Raises
     ConfigError."""
-    if target := start.for_run(plans[0].config):
-        directories = [root / new_run_id(f"{plan.config.model_name}_{plan.recipe.name}") for plan in plans]
-        return script(target, root, directories, Path.cwd(), start.target or "")
+    if target := _target(plans, start):
+        return script(target, root, [root / _run_id(plan) for plan in plans], Path.cwd(), start.target or "")
     return None
 
 
 def _next_number(root: Path) -> int:
     jobs = read_jobs(root)
-    return max([_queue(root).next_id, *(1 + max(job.id, job.position) for job in jobs), *_earlier(root)])
+    return max([_queue(root).next_id, *(1 + max(job.id, job.position) for job in jobs)])
 
 
 def _submit(root: Path, made: Sequence[Job], text: str) -> None:
@@ -336,23 +322,14 @@ def problems(root: Path) -> list[str]:
                 read_launch(root, job)
         except JobError as error:
             sentences.append(str(error))
-    if earlier := len(_earlier(root)):
-        sentences.append(
-            f"{earlier} job{'s' if earlier > 1 else ''} of an earlier version are not listed, and those that had not "
-            f"ended must be queued again; their runs are kept: delete the numbered folders in {folder(root)}"
-        )
     return sentences
 
 
-def _earlier(root: Path) -> list[int]:
-    """The numbers above those of jobs that an earlier version has left."""
-    with suppress(OSError):
-        return sorted(1 + int(entry.name) for entry in folder(root).iterdir() if entry.name.isdecimal())
-    return []
-
-
-def _named(config: RunConfig) -> str:
-    return f"{label(config.recipe)} · {config.model_title}"
+def _named(work: Work) -> str:
+    """What a job is called that was given no title."""
+    if isinstance(work, Plan):
+        return f"{label(work.config.recipe)} · {work.config.model_title}"
+    return " ".join(work)
 
 
 def _title(text: str) -> str:

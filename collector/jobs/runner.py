@@ -11,12 +11,14 @@ So wherever a runner is killed, the next one finds a process of the job, or none
 from __future__ import annotations
 
 import os
+import select
 import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -39,15 +41,15 @@ from binade.collector.jobs.directory import (
 )
 from binade.collector.jobs.processes import Process, boot, host, marked, out_of_memory_kills
 from binade.collector.jobs.queue import at_once, folder, locked, queue_mark, write_runner
-from binade.collector.jobs.state import how_it_ended, processes_of
+from binade.collector.jobs.state import JobView, has_runner, how_it_ended, processes_of
 from binade.data.exchange.python import package_environment
 from binade.data.run import directory as runs
-from binade.data.run.access import check_writable
+from binade.data.run.access import check_writable, read_only
 from binade.data.run.directory import RUN_VARIABLE, RunError, now, run_directories, settle
 from binade.data.run.store import no_link
 from binade.data.words.text import one_line
 
-TURN = 0.25  # seconds between two turns
+TURN = 0.1  # seconds between two turns, unless a child ends
 POLL = 3.0  # seconds between two queries of a cluster
 # Seconds until a job that should end gets the next signal: first to all of its processes, then SIGKILL.
 ASK_ALL, END_ALL = 12.0, 18.0
@@ -74,6 +76,13 @@ def start_runner(root: Path) -> None:
                 start_new_session=True,
             )
     threading.Thread(target=started.wait, daemon=True).start()  # it would stay behind as a zombie otherwise
+
+
+def ensure_runner(root: Path, views: Sequence[JobView]) -> None:
+    """Start the runner if jobs wait and no runner is alive, for example after a restart of the machine. Raises as
+    `start_runner`."""
+    if any(view.active for view in views) and not read_only() and not has_runner(root):
+        start_runner(root)
 
 
 def _hold(root: Path) -> FileLock | None:
@@ -106,7 +115,7 @@ def serve(root: Path) -> None:
                 if not runner.work_left():
                     lock.release()
                     return
-        time.sleep(TURN)
+        runner.rest()
 
 
 @dataclass
@@ -138,6 +147,15 @@ class Runner:
             while running < places and self._start_next():
                 running += 1
         return running > 0 or bool(on_cluster)
+
+    def rest(self) -> None:
+        """Wait until a child ends, at most for TURN."""
+        handles = [os.pidfd_open(child.pid) for child in self.children.values() if child.poll() is None]
+        try:
+            select.select(handles, [], [], TURN)
+        finally:
+            for handle in handles:
+                os.close(handle)
 
     def work_left(self) -> bool:
         self.settled.clear()  # one that added a job may have been killed before it changed queue.json

@@ -45,6 +45,7 @@ LENGTH = OptionGroup("Training")
 RECORD = OptionGroup("What is recorded", "LAYERS is as above.")
 WHERE = OptionGroup("Device, ranks and output")
 OVERRIDES = ("linear", "qk", "pv", "router", "forward", "dgrad", "wgrad")  # --linear-quant and so on
+MOST_RANKS = 65_536
 FORM_LAYERS = "Layers: first, last 2, 3, 2-4, or a regular expression that is searched for in names such as layer1.qkv"
 
 
@@ -112,12 +113,12 @@ class RunConfig(WatchOptions):
 
     train_iters: int | None = option(None, group=LENGTH, metavar="N", minimum=1, label="Iterations trained",
         help="Iterations trained with the recipe", default_help="until the last recorded iteration",
-        placeholder="as needed", form_maximum=1_000_000,
+        placeholder="as needed",
         form_help="With the recipe; if empty, until the last recorded iteration")
     control_iter: int = option(1, group=RECORD, metavar="N", minimum=0, label="Recorded iterations",
-        help="Number of recorded iterations; 0: every iteration that is trained", form_maximum=1_000_000)
+        help="Number of recorded iterations; 0: every iteration that is trained")
     warmup_iterations: int = option(0, group=LENGTH, metavar="N", minimum=0, label="Warm-up iterations",
-        help="Iterations in bf16 before the recipe is applied", form_maximum=1_000_000)
+        help="Iterations in bf16 before the recipe is applied")
     checkpoint_every: int = option(0, group=LENGTH, metavar="N", minimum=0,
         help="Write a checkpoint every N iterations, warm-up included, from which --resume continues; the last two are "
         "kept", default_help="none")
@@ -127,13 +128,13 @@ class RunConfig(WatchOptions):
     evaluate_sequences: int = option(32, group=LENGTH, metavar="N", minimum=2, maximum=1_000_000,
         help="Held-out sequences that are evaluated")
     micro_batches: int = option(1, group=LENGTH, metavar="N", minimum=1, label="Micro-batches",
-        help="Micro-batches per iteration", default_help="as many as are recorded", form_maximum=4096)
+        help="Micro-batches per iteration", default_help="as many as are recorded")
     collect_micro_batches: int = option(1, group=RECORD, metavar="N", minimum=0, label="Recorded micro-batches",
-        help="Record the first N micro-batches of an iteration; 0: all", form_maximum=4096)
+        help="Record the first N micro-batches of an iteration; 0: all")
     capture_every: int = option(1, group=RECORD, metavar="N", minimum=1, label="Record one iteration in",
-        help="Record one iteration in N, starting with the first", form_maximum=1_000_000)
+        help="Record one iteration in N, starting with the first")
     micro_batch_size: int = option(2, group=LENGTH, metavar="N", minimum=1, label="Micro-batch size",
-        help="Sequences per micro-batch", default_help="2; fast: 1", form_maximum=4096)
+        help="Sequences per micro-batch", default_help="2; fast: 1")
     sequence_length: int = option(256, group=LENGTH, metavar="N", minimum=1, label="Sequence length",
         help="Tokens per sequence", default_help="256; fast: 128")
     save_tensors: bool = option(True, group=RECORD, help="Train without recording tensors; losses are still logged")
@@ -162,8 +163,7 @@ class RunConfig(WatchOptions):
     twin: int = option(0, group=RECORD, metavar="M", minimum=0, maximum=1024, label="Twin passes", default_help="none",
         help="In each recorded iteration, also run the first micro-batch once without the recipe and M times with it "
         "(once if the recipe draws no random numbers), and record the changes of the loss and of each gradient",
-        form_help="In each recorded iteration: one pass without the recipe and this many with it; 0: none",
-        form_maximum=1024)
+        form_help="In each recorded iteration: one pass without the recipe and this many with it; 0: none")
     rounding_alone: bool = option(True, group=RECORD,
         help="Leave out what rounding alone does to the loss: one more forward pass, without the recipe, of the first "
         "micro-batch that is trained with it")
@@ -172,19 +172,19 @@ class RunConfig(WatchOptions):
         help="Record statistics, sketches and scores, without the values")
     max_bytes: int = option(4 << 30, group=RECORD, metavar="SIZE", minimum=0, maximum=(1 << 63) - 1, unit="bytes",
         help="Size limit for the tensor files of a run, such as 500M or 4G; shared by all ranks", default_help="4G",
-        label="Byte budget (MiB)", form_help="Size limit for the tensor files of a run", form_maximum=1 << 30)
+        label="Byte budget (MiB)", form_help="Size limit for the tensor files of a run")
     learning_rate: float = option(1e-3, group=LENGTH, metavar="X", minimum=0, maximum=sys.float_info.max,
-        help="Learning rate of AdamW", label="Learning rate", form_help="", form_maximum=10.0)
+        help="Learning rate of AdamW", label="Learning rate", form_help="")
     seed: int = option(1234, group=LENGTH, metavar="N", minimum=0, maximum=(1 << 63) - 1,
-        help="Seed of the weights, the data and stochastic rounding", label="Seed", form_maximum=(1 << 53) - 1)
+        help="Seed of the weights, the data and stochastic rounding", label="Seed")
     device: DeviceName = option(DeviceName.CPU, group=WHERE, metavar="NAME", help="Device",
         label="Device", form_help="")
     backend: BackendName = option(BackendName.AUTO, group=WHERE, metavar="NAME", label="Quantized by",
         help="What quantizes the operands. All give the same bits; auto is the fastest: triton on a GPU, torch with "
         "compiled C++ on a CPU, where Triton's kernels are interpreted")
-    tp: int = option(1, group=WHERE, metavar="N", minimum=1, help="Tensor-parallel ranks",
-        label="Tensor-parallel ranks", form_help="", form_maximum=64)
-    dp: int = option(1, group=WHERE, metavar="N", minimum=1, label="Replicas", form_maximum=64,
+    tp: int = option(1, group=WHERE, metavar="N", minimum=1, maximum=MOST_RANKS, help="Tensor-parallel ranks",
+        label="Tensor-parallel ranks", form_help="")
+    dp: int = option(1, group=WHERE, metavar="N", minimum=1, maximum=MOST_RANKS, label="Replicas",
         help="Data-parallel ranks, each with its own micro-batches")
     sequence_parallel: bool = option(False, group=WHERE, form_help="",
         label="Split sequences across tensor-parallel ranks",

@@ -19,6 +19,7 @@ from binade.collector import jobs
 from binade.collector.cli.jobs import add_line
 from binade.collector.cli.options import parse
 from binade.collector.jobs import directory, processes, queue, runner
+from binade.collector.jobs.command_line import describe
 from binade.collector.training.config import RunConfig
 from binade.collector.training.plan import plan
 from binade.collector.training.slurm_options import SlurmOptions
@@ -72,7 +73,6 @@ class TestForm:
         values = collecting.widgets_of(preset.config)
         runs = [each.config for each in collecting.runs_of(values, list(preset.recipes), preset.config)]
         assert [run.recipe for run in runs] == list(preset.recipes)
-        assert collecting.kept_options(preset.config) == []
         if name == "quick":
             assert runs == parse(["quick", "mxfp8"]).runs
         if name == "sweep":
@@ -95,7 +95,9 @@ class TestForm:
         (run,) = chosen(at)
         assert (run.model, run.size, plan(run).shape.layers) == (str(model), "full", 5)
         at.number_input(key="collect_sequence_length").set_value(97)
-        assert "Sequence length is 97" in words(rerun(at)) and at.button(key="launch_refused").disabled
+        assert (
+            "sequence-length is 97" in words(rerun(at)).replace("\\", "") and at.button(key="launch_refused").disabled
+        )
         (model / "config.json").unlink()
         assert "has no config.json" in words(rerun(at))
 
@@ -103,7 +105,6 @@ class TestForm:
         base = parse(["run", "--operand-quant", "qk.forward.key=mxfp4", "--seed", "7", "--layers", "1"]).runs[0]
         (again,) = [each.config for each in collecting.runs_of(collecting.widgets_of(base), [base.recipe], base)]
         assert again == base
-        assert collecting.kept_options(base) == ["--operand-quant", "qk.forward.key=mxfp4"]
 
     def test_a_wrapped_command_is_the_same_command(self):
         odd = ["--skip-layers", "!a --b|layer1[.]fc1"]
@@ -145,7 +146,7 @@ class TestCollect:
         rerun(at)
         assert not at.button(key="launch").disabled and at.code[0].value.endswith("--target gpu")
         (tmp_path / "binade.toml").write_text("[targets.gpu")
-        assert "binade.toml" in rerun(at).warning[0].value and at.button(key="launch_refused").disabled
+        assert "binade.toml" in rerun(at).error[0].value and at.button(key="launch_refused").disabled
 
     def test_a_clone_starts_where_and_as_the_job_did(self, visit, root, tmp_path, monkeypatch):
         monkeypatch.setenv(CONFIG, str(tmp_path / "binade.toml"))
@@ -159,7 +160,7 @@ class TestCollect:
             assert started(at) == parse([*SHORT, *start]).start
         targets.write_text('[targets.other]\nlauncher = "slurm"\n')
         at = visit(root, "collect", form=form_of_job(root))
-        assert "has no target gpu: choose where to run" in at.warning[0].value.replace("\\", "")
+        assert "has no target gpu: choose where to run" in at.error[0].value.replace("\\", "")
         assert at.button(key="launch_refused").disabled
         at.selectbox(key="collect_target").set_value("other")
         rerun(at)
@@ -183,10 +184,11 @@ class TestCollect:
     @pytest.mark.parametrize(
         ("name", "value", "words"),
         [
-            ("learning_rate", 50.0, "Learning rate is 50.0: it must be at least 0.0 and at most 10.0"),
-            ("layers", 99, "Layers is 99: it must be at least 1 and at most 16"),
-            ("micro_batches", 0, "Micro-batches is 0: it must be at least 1 and at most 4,096"),
-            ("seeds", 21, "Seeds is 21: it must be at least 1 and at most 20"),
+            ("learning_rate", -1.0, "--learning-rate is -1.0: it must be 0 or more"),
+            ("layers", 99, "--layers is 99: expected 1 to 16 for llama32-1b tiny"),
+            ("micro_batches", 0, "--micro-batches is 0: it must be 1 or more"),
+            ("dp", 1 << 30, "--dp is 1073741824: it must be at most 65536"),
+            ("seeds", 21, "Seeds is 21: expected 1 to 20"),
         ],
     )
     def test_a_number_outside_its_limits_is_not_launched(
@@ -221,7 +223,8 @@ class TestCollect:
         badge = "badge[stochastic rounding is biased, because values are clipped]"
         assert sum(each.value.count(badge) for each in at.markdown) == 2
         assert "NVIDIA NVFP4 pre-training" in words(at) and "partly uncertain" in words(at)
-        assert "arXiv 2509.25149 (excerpt)" in words(at)  # and so on, in the popover
+        assert "arXiv 2509.25149 (excerpt)" in words(at)  # in the popover, as --dry-run prints it
+        assert describe(plan(runs[1]), root) in words(at)
         at.multiselect(key="collect_scores").set_value(["nvfp4(scale=best)"])
         rerun(at)
         assert "scale=best is not possible for nvfp4" in at.error[0].value.replace("\\", "")
@@ -232,7 +235,7 @@ class TestCollect:
         at = visit(root, "collect")
         at.toggle(key="collect_edit").set_value(True)
         rerun(at)
-        assert at.selectbox(key="collect_start").value == "mxfp8" and at.button(key="save_refused").disabled
+        assert at.selectbox(key="collect_start").value == "mxfp8" and at.button(key="recipe_Save").disabled
         at.selectbox(key="collect_start").set_value("te_nvfp4")
         rerun(at)
         text = at.text_area(key="collect_toml").value
@@ -244,12 +247,12 @@ class TestCollect:
         line = text.splitlines().index("[linear]") + 1
         assert (
             f"line {line}: unknown key 'liner'" in at.error[0].value.replace("\\", "")
-            and at.button(key="save_refused").disabled
+            and at.button(key="recipe_Save").disabled
         )
         at.text_area(key="collect_toml").set_value(text)
         at.text_input(key="collect_name").set_value("../mine")
         rerun(at)
-        assert "is not a valid name for a recipe" in at.error[0].value and at.button(key="save_refused").disabled
+        assert "is not a valid name for a recipe" in at.error[0].value and at.button(key="recipe_Save").disabled
         at.text_input(key="collect_name").set_value("mine")
         rerun(at)
         assert not at.error and not root.exists()  # looking changes nothing
@@ -354,16 +357,22 @@ class TestCollect:
             form = replace(preset.form, title="a", tags="b, c", start=SlurmOptions(nodes=2))
             assert collecting.Form.of_address(form.to_address()) == form
 
-    def test_what_is_beyond_the_form_is_said(self, visit: Visit, root: Path):
+    def test_what_a_browser_does_not_have_is_said(self, visit: Visit, root: Path):
         (job,) = add_line(root, [*SHORT, "--seed", str(2**60), "--micro-batches", "5000", "--no-raw"])
         jobs.cancel(root, job.id)
         at = visit(root, "collect", form=form_of_job(root))
-        assert "above the limits of this form" in at.warning[0].value.replace("\\", "")
-        for word in ("micro batches 5000 (at most 4096)", f"seed {2**60} (at most {2**53 - 1})"):
-            assert word in at.warning[0].value.replace("\\", "")
+        assert f"seed {2**60} is above the limit of this form" in at.warning[0].value
         (run,) = chosen(at)
-        assert (run.micro_batches, run.seed) == (4096, 2**53 - 1)
+        assert (run.micro_batches, run.seed) == (5000, 2**53 - 1)
         assert not rerun(at).warning
+
+    def test_every_field_of_the_registry_is_in_the_form(self, visit: Visit, root: Path):
+        """With its label: the page has no list of its own."""
+        at = visit(root, "collect")
+        widgets = (at.selectbox, at.multiselect, at.number_input, at.text_input, at.toggle)
+        shown = {each.key: each.label for kind in widgets for each in kind}
+        labels = {f"collect_{name}": collecting.OPTIONS[name].option.label for name in collecting.FIELDS}
+        assert labels.items() <= shown.items()
 
 
 def make_ended(root: Path, exit_status: int | None, log: str = "", boot: str | None = None) -> jobs.Job:
@@ -415,7 +424,7 @@ class TestJobs:
     ):
         """And to delete the job is not to delete that run."""
         measured = save_parity(root, "parity", {"measures": {}}, of_recipes())
-        job = jobs.add_command(root, ("parity", "a run", "--rollout", "mxfp4"))
+        (job,) = jobs.add_runs(root, [("parity", "a run", "--rollout", "mxfp4")])
         with monkeypatch.context() as started:
             started.setenv(RUN_VARIABLE, str(root / job.run_id))
             assert save_parity(root, "parity", {"measures": {}}, of_recipes()) == measured

@@ -92,7 +92,7 @@ def test_a_queued_measurement_is_made_and_its_job_is_done(tmp_path: Path):
     assert main([*line.split(), "--tensor-save-dir", str(root)]) == 0
     (run,) = roots.runs_of(root)
     words = ("measure", run.name, "--formats", "mxfp4", "--by", "model", "--sequences", "2")
-    job = jobs.add_command(root, words, "measure")
+    (job,) = jobs.add_runs(root, [words], titles=["measure"])
     from binade.collector.jobs.runner import serve
 
     serve(root)

@@ -148,7 +148,6 @@ class TestWarnings:
         (tmp_path / "r.toml").write_text('read = "recalled"\nuncertain = ["which layers"]\nlinear.forward = "mxfp8"')
         recipe = parse_recipe(str(tmp_path / "r.toml"))
         assert saved_recipes.warnings_of(recipe) == ["from memory, not checked against the source", "partly uncertain"]
-        assert saved_recipes.details(recipe) == {"Uncertain": ("which layers",)}
         assert saved_recipes.warnings_of(parse_recipe("quartet2")) == []
         assert saved_recipes.warnings_of(parse_recipe("te_nvfp4")) == [
             "stochastic rounding is biased, because values are clipped"

@@ -327,14 +327,6 @@ class TestRun:
         (root / "link").symlink_to(root / job.run_id)
         assert queue.read_jobs(root) == [job] and jobs.problems(root) == []
 
-    def test_jobs_of_an_earlier_version_are_counted_in_one_line(self, root, command, capsys):
-        for number in (7, 8):
-            (root / ".jobs" / f"{number:04d}").mkdir(parents=True)
-        assert command("jobs") == 0
-        error = capsys.readouterr().err
-        assert error.startswith("binade: 2 jobs of an earlier version are not listed") and error.count("\n") == 1
-        assert add_line(root, SHORT)[0].id == 9
-
     def test_another_command_is_queued_and_makes_the_run_of_its_directory(self, root, tmp_path, command):
         steps = tmp_path / "state" / "trainer_state.json"
         steps.parent.mkdir()
@@ -375,7 +367,7 @@ class TestRun:
         capsys.readouterr()
         assert command("jobs") == 0 and capsys.readouterr().out.count(made.run_id) == 2
 
-        third = jobs.add_command(root, line)
+        (third,) = jobs.add_runs(root, [line])
         set_process(root, third, None, host=processes.host(), runner=processes.Process.of(os.getpid()))
         assert now(root, third).state == "starting"
         monkeypatch.setenv(RUN_VARIABLE, str(root / third.run_id))
@@ -453,18 +445,6 @@ class TestEnds:
         assert view.state == "cancelled" and view.run.status.state == "cancelled" and view.reason is None
         assert processes.marked(root / job.run_id) == set() and not first_process(root, job).alive
         assert check_rows(root) == view.run.status.tensors >= 2 * 35
-
-    @pytest.mark.thorough
-    def test_cancel_of_two_ranks_leaves_no_process(self, root):
-        job = launch(root, TWO_RANKS)
-        after_iteration(root, job, 0)
-        carriers = processes.marked(root / job.run_id)
-        assert len(carriers) >= 3  # who starts the ranks, and two of them
-        jobs.cancel(root, job.id)
-        view = ended(root, job)
-        assert view.state == "cancelled" and view.run.status.state == "cancelled"
-        assert not any(process.alive for process in carriers) and processes.marked(root / job.run_id) == set()
-        assert check_rows(root) == view.run.status.tensors > 0
 
     @pytest.mark.thorough
     def test_a_job_that_does_not_listen_is_ended(self, root, monkeypatch):

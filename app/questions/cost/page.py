@@ -100,7 +100,7 @@ def _measure(opened: Catalog, trained: dict[str, Plan], view: View) -> None:
             for text in formats:
                 parse_recipe(text)
             title = f"Measure {', '.join(formats)} in {labels.get(run_id, run_id)}"
-            st.session_state[MEASURING] = [jobs.add_command(opened.root, command, title, tags=["measure"])]
+            st.session_state[MEASURING] = jobs.add_runs(opened.root, [command], titles=[title], tags=["measure"])
             jobs.start_runner(opened.root)
         except FAILED as error:
             st.error(plain(f"Nothing was queued: {error}."), icon=":material/error:")

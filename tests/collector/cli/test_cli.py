@@ -534,3 +534,23 @@ def test_an_interrupt_that_python_only_reports_comes_again():
             print("interrupted")"""
     done = ended(start_python("-c", code))
     assert (done.stdout, done.stderr) == ("interrupted\n", "")
+
+
+def test_the_end_of_a_process_waits_for_threads_and_exit_handlers_but_frees_nothing():
+    """As Python's own end, of which only the last step is left out: it frees what torch has made, in seconds."""
+    code = """if True:
+        import atexit, os, sys, threading, time
+        class Freed:
+            def __del__(self):
+                os.write(1, b"freed, ")
+        sys.modules["kept"] = Freed()
+        atexit.register(os.write, 1, b"exit handler, ")
+        threading.Thread(target=lambda: (time.sleep(0.1), os.write(1, b"thread, "))).start()
+        sys.stdout.write("buffer")
+        {}"""
+    ours, pythons = "from binade.terminal import end_process; end_process(3)", "sys.exit(3)"
+    done = ended(start_python("-c", code.format(ours), env={"PYTHONUNBUFFERED": ""}))
+    assert (done.returncode, done.stdout, done.stderr) == (3, "thread, exit handler, buffer", "")
+    python = ended(start_python("-c", code.format(pythons), env={"PYTHONUNBUFFERED": ""}))
+    assert (python.returncode, python.stderr) == (3, "") and python.stdout.startswith("thread, exit handler, buffer")
+    assert "freed" in python.stdout
