@@ -26,7 +26,8 @@ from binade.collector.settings import DeviceName, Stats
 from binade.collector.training.config import RunConfig, trained_config
 from binade.collector.training.memory import available_host_memory, check_memory, needed
 from binade.collector.training.plan import Plan, model_of, recorded_of
-from binade.data.run.directory import DONE, list_runs, sound_losses
+from binade.data.run.directory import DONE, list_runs
+from binade.data.run.losses import read_losses
 from binade.data.run.tensor_kinds import TENSOR_KINDS, Other
 
 # The rule of thumb: FLOP per second of a training step, seconds per quantized element by device and backend, seconds
@@ -211,7 +212,7 @@ def earlier_runs(root: Path) -> list[EarlierRun]:
         if run.status.state != DONE:
             continue
         try:
-            kinds = step_times(sound_losses(run.directory))
+            kinds = step_times(read_losses(run.directory))
             config = trained_config(run.config)
             if path := (run.config.get("weights") or {}).get("path"):
                 config = replace(config, model=path)

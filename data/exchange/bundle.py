@@ -33,8 +33,9 @@ from binade.data.index.cache import Done
 from binade.data.index.catalog import Catalog
 from binade.data.run.access import check_writable
 from binade.data.run.directory import QUEUED, RUNNING, RunError, RunInfo, fingerprint, list_runs, read_run, run_names
-from binade.data.run.events import read_events
+from binade.data.run.events import EVENT, read_events
 from binade.data.run.experiment import EXPERIMENT, RESULT_FILE, experiment_files
+from binade.data.run.json_files import sealed
 from binade.data.run.segment import FORMER, MANIFEST, OPTIONAL, TABLES, SegmentError, manifest, table_files
 from binade.data.run.store import (
     TensorFileError,
@@ -218,8 +219,8 @@ class _Plan:
         status = replace(run.status, tensors=tensors, tensors_without_raw=without, bytes=nbytes)
         self._new(f"{prefix}/status.json").write_text(json.dumps(asdict(status)), encoding="utf-8")
         if events := read_events(run.directory):  # of all ranks
-            lines = "".join(f"{json.dumps(asdict(event))}\n" for event in events)
-            self._new(f"{prefix}/events.jsonl").write_text(lines, encoding="utf-8")
+            lines = b"".join(sealed(json.dumps(asdict(event)).encode()) + b"\n" for event in events)
+            self._new(f"{prefix}/{EVENT.file}").write_bytes(lines)
         self.tensors += tensors
         self.with_values += with_values
 

@@ -27,8 +27,8 @@ from binade.app.questions.shared.distribution_charts import _outline as outline
 from binade.app.view.view import View
 from binade.collector.recipes.recipe import TEN_RECIPES
 from binade.data.index.catalog import Catalog
-from binade.data.run.directory import read_steps
 from binade.data.run.events import Event, EventKind, append_event
+from binade.data.run.losses import read_losses
 from binade.data.run.segment import TENSOR_SCHEMA
 from tests.conftest import PROJECT, run_python
 
@@ -493,7 +493,7 @@ def test_the_runs_page_hides_warm_up_and_shows_it(catalog: Catalog):
         assert ("Warm-up is hidden." in drawn.figures[0].caption) == ("warmup" not in params)
         return drawn.figures[0].table
 
-    records = sum(len(read_steps(catalog.root / run)) for run in catalog.runs()["run_id"])
+    records = sum(len(read_losses(catalog.root / run)) for run in catalog.runs()["run_id"])
     assert len(table(warmup="show")) == records > len(table()) and table()["iteration"].min() == 0
     assert np.isfinite(table(smooth="5")["mean"]).all() and "mean" not in table()
 

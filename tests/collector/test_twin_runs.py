@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from binade.data.index.catalog import Catalog
-from binade.data.run.directory import RunInfo, read_losses
+from binade.data.run.directory import RunInfo
+from binade.data.run.losses import read_losses
 from binade.data.run.twin import read_twins
 from binade.data.words.filter import Filter
 
