@@ -32,6 +32,7 @@ from binade.data.run.experiment import read_results
 from binade.data.run.held_out import read_held_out
 from binade.data.run.losses import LOSS, first_step, read_losses
 from binade.data.run.records import append_record, read_records
+from binade.data.run.store import append_to
 from binade.data.run.twin import read_twins
 from binade.data.run.verify import verify
 from tests.data.builder import assorted, make_run
@@ -130,6 +131,14 @@ def test_any_target_is_refused(target: str, run: Path):
         with pytest.raises(OSError, match="a symbolic link, which is not followed"):
             use(run)
     assert read_events(run) == [] and first_step(run) is None  # what is shown besides is empty
+
+
+def test_a_log_that_is_a_link_is_not_written(run: Path, tmp_path: Path):
+    (run / "log.txt").write_text("before")
+    target = put_link(run / "log.txt", tmp_path / "outside")
+    with pytest.raises(OSError, match="a symbolic link, which is not followed"):
+        append_to(run / "log.txt")
+    assert target.read_text() == "before"
 
 
 def test_events_of_ranks_are_not_read_from_elsewhere(run: Path, tmp_path: Path):
