@@ -14,7 +14,7 @@ from types import ModuleType
 
 _ROOMS = {
     "data.run": (
-        "runs:directory columns tensor_kinds segment store tensor_files json_files events notes twin held_out "
+        "runs:directory columns tensor_kinds segment store tensor_files json_files events notes twin:evaluations "
         "effects parity_results continued merge verify access experiment rounding_alone convert"
     ),
     "data.index": (
@@ -22,8 +22,8 @@ _ROOMS = {
         "run_table tensor_values whole_tensors"
     ),
     "data.compare": (
-        "ablation comparison difference difference_text evidence gap_bands gradients loss_gaps matching "
-        "parity parity_values same_data step_sums student trends coverage routing outcomes ladder"
+        "ablation comparison held_out difference difference_text evidence gap_bands gradients loss_gaps matching "
+        "parity same_data step_sums student trends coverage routing outcomes ladder"
     ),
     "data.exchange": "bundle export foreign read_tables untrusted python",
     "data.words": "fields names filter text",

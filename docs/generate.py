@@ -41,10 +41,9 @@ FILES = [
     (
         "`experiment/*.parquet`",
         "Parquet",
-        "results of treatments: losses by sequence, log-probabilities, routes; CRC-32",
+        "results of treatments and evaluations while training: losses by sequence, log-probabilities, routes; what a "
+        "recipe does to gradients; CRC-32",
     ),
-    ("`held_out.jsonl`", "JSON lines", "held-out evaluations: the loss of each sequence; CRC-32"),
-    ("`twin.jsonl`", "JSON lines", "twin steps: Δloss; bias, variance and cosine of each parameter's gradient; CRC-32"),
     ("`tensors/**/*.pt`", "torch", "`{tensor, tensor_info, metadata}`; loads with `weights_only=True` and `mmap=True`"),
     ("`segments/**/*.parquet`", "Parquet", "rows of the tables tensor, sketch, score, block and trace"),
     ("`segments/**/manifest.json`", "JSON", "size and SHA-256 of each file of the segment"),

@@ -34,9 +34,9 @@ def parity_cells(query: CellQuery) -> pd.DataFrame:
     """Of the newest parity of the same model that has single products."""
     known, run_parity = parity_of(query.opened, query.where)
     rows = [
-        (gap.part, gap.layer_index, gap.module, gap.change.value, gap.change.value - gap.change.low, len(gap.changes))
+        (*gap.group, gap.change.value, gap.change.value - gap.change.low, len(gap.changes))
         for gap in (run_parity[1].gaps if run_parity else ())
-        if gap.is_product and gap.is_whole
+        if gap.group.kind == "site" and gap.key.is_whole
     ]
     values = pd.DataFrame(rows, columns=[*PRODUCT, "value", "margin", "sequences"])
     return of_products(known, values.astype({"layer_index": "Int32"}))
@@ -48,7 +48,7 @@ def parity_of(catalog: Catalog, where: Filter) -> tuple[pd.DataFrame, tuple[str,
     for run_id in catalog.parities({run for runs in known["runs"] for run in runs}):
         with suppress(RunError, OSError):  # the index names damaged files
             parity = read_parity(catalog.root / run_id)
-            if parity and any(gap.is_product for gap in parity.gaps):
+            if parity and any(gap.group.kind == "site" for gap in parity.gaps):
                 return known, (run_id, parity)
     return known, None
 
@@ -65,8 +65,8 @@ def _no_parity(opened: Catalog, where: Filter, fmt: str) -> str:
 
 
 EFFECT = MapMeasure(
-    measure=MEASURES["effect"], cells=effect_cells, nothing=_no_effect, recorded=if_any("effect"), of="result",
-    of_format=True, as_used=False, across=(LAYER,), not_across=NOT_ACROSS, several="", interval=INTERVAL,
+    measure=MEASURES["effect"], cells=effect_cells, nothing=_no_effect,
+    recorded=if_any("effect WHERE iteration IS NULL"), of="result", of_format=True, as_used=False, across=(LAYER,), not_across=NOT_ACROSS, several="", interval=INTERVAL,
 )  # fmt: skip
 PARITY = MapMeasure(
     measure=MEASURES["parity_change"], cells=parity_cells, nothing=_no_parity,

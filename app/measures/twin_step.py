@@ -16,8 +16,9 @@ from binade.app.questions.shared.runs import labels_of
 from binade.data.compare import evidence
 from binade.data.compare.evidence import Estimate, Measure, Sentence, exact, say, together, with_error
 from binade.data.index.catalog import Catalog
+from binade.data.run.directory import RunError
+from binade.data.run.evaluations import GradientTwin, Twin, has_twins, read_twins
 from binade.data.run.tensor_kinds import Gemm
-from binade.data.run.twin import FILE, GradientTwin, Twin, read_twins
 from binade.data.words.filter import Filter
 from binade.data.words.names import name_of
 
@@ -153,7 +154,7 @@ def steps(query: CellQuery) -> Iterator[tuple[str, Twin]]:
     for run in query.opened.distinct(("run_id",), query.where)["run_id"]:
         try:
             twins = read_twins(query.opened.root / run)
-        except OSError:  # the catalog says so
+        except (OSError, RunError):  # the catalog says so
             continue
         here = [twin for twin in twins if not query.where.iteration or twin.iteration in query.where.iteration]
         chosen = here if query.across == ITERATION else here[-1:] or twins[-1:]
@@ -232,7 +233,7 @@ def gradients(query: CellQuery, cell: pd.Series | None) -> Table | None:
 
 
 def _runs_with_steps(opened: Catalog) -> list[str]:
-    return [run for run in opened.runs()["run_id"] if (opened.root / run / FILE).exists()]
+    return [run for run in opened.runs()["run_id"] if has_twins(opened.root / run)]
 
 
 def _nothing(opened: Catalog, where: Filter, fmt: str) -> str:

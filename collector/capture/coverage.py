@@ -16,9 +16,9 @@ from binade.collector.capture.adapters.declared import Equations
 from binade.collector.capture.adapters.first_pass import FirstPass
 from binade.collector.capture.adapters.layer import Findings, InstrumentError, Layer, numbers_left_out
 from binade.collector.capture.adapters.torch_modules import unseen_products
+from binade.collector.capture.evaluations import kept
 from binade.collector.capture.instrument import quantizes_attention, recipe_of, unquantized
 from binade.collector.capture.survey import Survey, around_forward, survey
-from binade.collector.capture.twin import kept
 from binade.collector.models.attention import CoreBegin
 from binade.collector.models.parallel import Begin, Call
 from binade.collector.models.site import Site

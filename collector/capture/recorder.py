@@ -23,7 +23,7 @@ from binade.collector.capture.adapters.dtensor import is_dtensor
 from binade.collector.capture.adapters.layer import InstrumentError, Layer, numbers_left_out
 from binade.collector.capture.clock import PASSES_BEFORE_WARNING, Clock, Moment, PassCounter, running_backward
 from binade.collector.capture.evaluation import Evaluate
-from binade.collector.capture.held_out import Evaluations
+from binade.collector.capture.evaluations import Evaluations
 from binade.collector.capture.instrumented import Instrumented
 from binade.collector.capture.measure import WORDS, Measurer, RecorderError, check_record, dtype_name, warm_up
 from binade.collector.capture.observer import Observing
@@ -31,7 +31,6 @@ from binade.collector.capture.options import Merge, Watch, saving_enabled, words
 from binade.collector.capture.policy import Policy
 from binade.collector.capture.rows import Drafts
 from binade.collector.capture.session import Continued, RecordingSession
-from binade.collector.capture.twin import Twins
 from binade.collector.capture.valid import Valid
 from binade.collector.errors import ConfigError
 from binade.collector.models.site import Site
@@ -41,7 +40,8 @@ from binade.collector.ranks import current_ranks
 from binade.collector.settings import DEFAULT_SCORES
 from binade.data.run.columns import Shard
 from binade.data.run.directory import RunWriter, resolve_root
-from binade.data.run.held_out import append_held_out
+from binade.data.run.evaluations import Twin, add_held_out, add_twin, own_recipe
+from binade.data.run.experiment import ExperimentWriter
 from binade.data.run.rounding_alone import rounding_alone
 from binade.data.run.tensor_kinds import (
     DEFAULT_MEASURES,
@@ -54,7 +54,6 @@ from binade.data.run.tensor_kinds import (
     named_places,
     tensor_names,
 )
-from binade.data.run.twin import Twin, append_twin
 from binade.quant.gemm import Observed
 from binade.quant.memory import ordinary, without_modes
 from binade.quant.quantizer import DTYPES
@@ -111,6 +110,7 @@ class Recorder:
     _has_rounding_alone = False  # whether this run's run.json has it
     instrumented: Instrumented | None = None  # the model that was instrumented first
     _writes_curves = True
+    _results: ExperimentWriter | None = None  # of this run, once something is evaluated
 
     def __init__(
         self,
@@ -234,6 +234,7 @@ class Recorder:
             curves=self._writes_curves,
         )
         self._trained = self._has_rounding_alone = False
+        self._results = None
         measurer.run = self._session
         measurer.start(self._continued.recorded if self._continued else 0)
         self.entered = True
@@ -406,21 +407,22 @@ class Recorder:
             session.writing.run(lambda: session.monitor.see_loss(iteration, float(value)))
 
     def twin(self, loss: Callable[[], Tensor], times: int = 1) -> Twin:
-        """Run one micro-batch on the current weights without the recipe, and `times` times with it: see capture.twin.
+        """Run one micro-batch on the current weights without the recipe, and `times` times with it: see
+        data.run.evaluations.
 
             twin = recorder.twin(lambda: model(**batch).loss, times=4)
 
         loss runs the model's forward pass and returns the loss. A recipe that draws no random numbers is run once.
         Training does not change: weights, gradients, buffers, random numbers and recorded tensors stay the same. The
-        result is also added to the run's twin.jsonl, unless the run has several ranks: gradients are those of this
+        result is also added to the run's experiment, unless the run has several ranks: gradients are those of this
         rank. Not with reentrant checkpoints. Raises RecorderError without an instrumented model or with find_nan.
         """
-        twins = Twins(*self._on_these_weights("twin"))
+        evaluations = Evaluations(*self._on_these_weights("twin"))
         if times < 1:
             raise ConfigError(f"times is {times}: expected at least 1")
-        twin = twins(loss, times)
+        twin = evaluations.twin(loss, times)
         if self.entered and self.ranks.size == 1:
-            self.later(partial(append_twin, self.writer.directory, twin))
+            self._keep(add_twin, twin)
         return twin
 
     def evaluate(
@@ -439,8 +441,8 @@ class Recorder:
         iteration  how many iterations were trained before; by default, those that the recorder has counted
         tokens     how many tokens were trained before
 
-        Call it before the forward pass of an iteration. Training does not change, and nothing is recorded but a line of
-        the run's held_out.jsonl. The first call with a recipe that rounds also evaluates the batches without it, unless
+        Call it before the forward pass of an iteration. Training does not change, and nothing is recorded but results
+        in the run's experiment. The first call with a recipe that rounds also evaluates the batches without it, unless
         `binade run` has trained the run: the difference is what rounding alone does to the loss (`rounding_alone` of
         run.json). With several ranks, all call it with the same batches, and rank 0 writes. Raises RecorderError
         without an instrumented model or with find_nan, ConfigError for a loss of another form.
@@ -450,7 +452,7 @@ class Recorder:
         compares = self._writes_curves and not self._has_rounding_alone and evaluations.rounds(at)
         evaluation, exact = evaluations.held_out(loss, batches, iteration, tokens, compares)
         if self.entered and self.ranks.rank == 0:
-            self.later(partial(append_held_out, self.writer.directory, evaluation))
+            self._keep(add_held_out, evaluation, exact)
         if compares:
             self.keep_rounding_alone(evaluation.iteration, evaluation.losses, exact)
         return evaluation.losses
@@ -469,6 +471,15 @@ class Recorder:
         if self.entered and measured:
             self._has_rounding_alone = True
             self.later(partial(self.writer.describe, measured.fact()))
+
+    def _keep(self, add: Callable[..., None], *evaluated: Any) -> None:
+        """Add something to the results of the run's own recipe. add: a function of data.run.evaluations."""
+
+        def write() -> None:
+            self._results = self._results or ExperimentWriter(self.writer.directory)
+            add(self._results, own_recipe(self.config), *evaluated)
+
+        self.later(write)
 
     def _on_these_weights(self, method: str) -> tuple[Instrumented, PassCounter]:
         """The model that passes which do not train are run with, for a method of this name. Raises RecorderError."""

@@ -12,8 +12,9 @@ from binade.collector.recipes.recipe import PARTS
 from binade.terminal import CliOption, Command, names, print_text, resolve_root, root_option
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping, Sequence
 
+    from binade.data.run.block_errors import BlockErrors
     from binade.data.run.effects import Measured
 
 LISTED = 12  # groups
@@ -24,6 +25,7 @@ def _measure(
     formats: tuple[str, ...],
     by: tuple[str, ...],
     parts: tuple[str, ...],
+    blocks: bool,
     dry_run: bool,
     root: str | None,
     **given: Any,
@@ -36,11 +38,13 @@ def _measure(
     """
     from binade.collector.experiment.experiment import ExperimentRequest, estimate_experiment, run_experiment
     from binade.collector.experiment.runner import duration
+    from binade.data.run.block_errors import block_errors
     from binade.data.run.effects import measured_effects
+    from binade.data.run.experiment import read_blocks
 
     where = resolve_root(root)
     source = source_of(where, model, given)
-    request = ExperimentRequest(source, formats, by, parts)
+    request = ExperimentRequest(source, formats, by, parts, blocks=blocks)
     if dry_run:
         passes, seconds = estimate_experiment(request, say=print_text)
         print_text(f"{passes:,} passes of up to {source.plan.config.micro_batch_size} sequences, {duration(seconds)}")
@@ -49,6 +53,8 @@ def _measure(
         finished = run_experiment(request, where, say=shown.print, progress=shown.progress)
     rows = measured_effects(finished.results)
     print_text(described(rows))
+    if blocks:
+        print_text(_described_blocks(block_errors(finished.results, read_blocks(finished.directory))))
     print_text(f"{finished.run_id}: {len(rows):,} groups and formats measured")
 
 
@@ -72,6 +78,18 @@ def described(rows: Iterable[Measured]) -> str:
     return "\n".join(lines[1:])
 
 
+def _described_blocks(blocks: Mapping[str, Sequence[BlockErrors]]) -> str:
+    """The errors of the blocks by what is rounded, as the app shows them."""
+    from binade.data.run.block_errors import block_sentence
+
+    lines = []
+    for name, rows in blocks.items():
+        lines += ["", f"{name}: error of the blocks' outputs; own: with the inputs that they have without rounding"]
+        lines += [f"    layer{row.layer_index:<5} {row.error}; own {row.own}" for row in rows]
+        lines.append(str(block_sentence(name, rows)))
+    return "\n".join(lines)
+
+
 def _effect(row: Measured) -> float:
     return row.divergence.value if row.divergences else row.change.value
 
@@ -88,6 +106,9 @@ def _params() -> list[click.Parameter]:
                    "[default: part,site]"),
         CliOption(["--parts"], type=words_of(tuple(PARTS)), default="linear", metavar="A,B,...", title=what,
                help=f"{', '.join(PARTS)}  [default: linear]"),
+        CliOption(["--blocks"], is_flag=True, title=what,
+               help="Also measure the error of each block's output, with the inputs that it receives and with those "
+                   "that it has without rounding, of parts and the model: which blocks add errors"),
         CliOption(["--dry-run"], is_flag=True, title=what, help="Print how many passes it takes and about how long"),
         *source_params(),
         root_option(),

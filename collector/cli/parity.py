@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from binade.data.compare.evidence import Estimate
     from binade.data.compare.parity import Policies, Row
     from binade.data.compare.routing import Routing
-    from binade.data.run.parity_results import GroupGap, Replay
+    from binade.data.run.effects import Measured
+    from binade.data.run.parity_results import Replay
 
 VALUES = ("over_tokens", "over_sequences", "median_of_tokens", "median_of_sequences")
 DEFAULT_BY = ("part", "site")
@@ -116,7 +117,7 @@ def _of_recipes(
     with console("parity", "pass") as shown:
         finished = run_experiment(request, where, progress=shown.progress)
     gaps = read_gaps(finished.directory)
-    records = [gap.record for gap in gaps]
+    records = [gap.measured for gap in gaps]
     described = "; ".join(finished.described)
     heading = f"{source.plan.config.model_title}: rollout {rollout}, training {train}; {described}"
     if kind == "csv":
@@ -152,7 +153,7 @@ def _name(run_id: str, quiet: bool) -> None:
         print_text(f"run {run_id}: Runs › Cost of the app shows it")
 
 
-def _causes(gaps: Sequence[GroupGap]) -> TextTable:
+def _causes(gaps: Sequence[Measured]) -> TextTable:
     """The gaps of groups, the largest first."""
     estimates = [(gap, gap.change, gap.divergence) for gap in gaps]
     rows = (

@@ -13,16 +13,18 @@ def _verify(root: str | None, runs: tuple[str, ...], convert: bool) -> int:
     """Compare every file of the runs with its checksum.
 
     ROOT is the directory that contains the runs  [default: $TENSOR_SAVE_DIR, else data/runs].
-    RUN is a directory in it  [default: all]. Exit status 1 if a file is damaged or missing, or has changed since it was
-    imported.
+    RUN is a directory in it  [default: all]. Exit status 1 if a file is damaged or missing, has changed since it was
+    imported, or cannot be converted.
     """
     from binade.data.run.verify import verify  # imports pyarrow
 
+    left = 0
     if convert:
         from binade.data.run.convert import convert_effects
 
-        for run_id in convert_effects(resolve_root(root), runs):
-            print_text(f"converted: {run_id}")
+        for run_id, error in convert_effects(resolve_root(root), runs):
+            left += error is not None
+            print_text(f"not converted: {run_id}: {one_line(error)}" if error else f"converted: {run_id}")
     with console("verify", "segment") as shown:
         verified = verify(
             resolve_root(root), runs, lambda line: shown.print(f"damaged: {one_line(line)}"), done=shown.progress
@@ -34,7 +36,7 @@ def _verify(root: str | None, runs: tuple[str, ...], convert: bool) -> int:
     count = len(verified.damaged)
     read = f"{verified.runs} run{'s' * (verified.runs != 1)}, {verified.files} file{'s' * (verified.files != 1)} read"
     print_text(f"{read}: {count or 'none'} damaged")
-    return FAILED if count else 0
+    return FAILED if count or left else 0
 
 
 verify = Command(

@@ -13,9 +13,9 @@ as `model.layers.3`. Passes have no gradients, and the model is in eval mode.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from binade.collector.capture.adapters.declared import Equations
 from binade.collector.capture.adapters.layer import set_on
-from binade.collector.capture.adapters.products import tensors_in
 from binade.collector.capture.clock import seed_of
 from binade.collector.capture.evaluation import IGNORED, Evaluate, evaluating, has_logits, of_logits, sequence_losses
 from binade.collector.capture.instrument import instrument
@@ -31,12 +30,13 @@ from binade.collector.capture.observer import Hook
 from binade.collector.capture.recorder import Recorder
 from binade.collector.capture.survey import find
 from binade.collector.errors import ConfigError
+from binade.collector.experiment.blocks import BlockOutputs, Errors
 from binade.collector.experiment.routes import Routes
 from binade.collector.experiment.treatments import Key, Treatment
 from binade.collector.models.model import GPTModel
 from binade.collector.models.parallel import Call
 from binade.collector.models.site import Site
-from binade.data.run.experiment import BatchResult, RouterChoices
+from binade.data.run.experiment import BatchResult, BlockError, RouterChoices
 from binade.data.run.tensor_kinds import Product
 from binade.quant.gemm import Observed, Rounding
 from binade.quant.specs import GemmFormats
@@ -45,40 +45,11 @@ COVERS = {True: "mxfp8", False: "linear_mxfp8"}  # recipes that intercept all pr
 MOST_KEPT = 4 << 30  # bytes of blocks' outputs
 
 
-@dataclass(eq=False)
-class BlockOutputs:
-    """The outputs of a model's blocks in the pass without rounding, in the order in which the blocks ended.
-
-    most   how many bytes are kept
-    first  how many blocks had ended when a product was first computed
-    """
-
-    most: int
-    outputs: list[tuple[nn.Module, Any]] = field(default_factory=list)
-    ended: list[nn.Module] = field(default_factory=list)
-    first: dict[Key, int] = field(default_factory=dict)
-    bytes: int = 0
-
-    def add(self, block: nn.Module, output: Any) -> None:
-        size = sum(x.nbytes for x in tensors_in(output))
-        if len(self.outputs) == len(self.ended) and self.bytes + size <= self.most:
-            self.outputs.append((block, output))
-            self.bytes += size
-        self.ended.append(block)
-
-    def before(self, keys: Iterable[Key]) -> dict[nn.Module, Any]:
-        """The blocks that compute the same in a pass that rounds these products, with their outputs: those that had
-        ended before, as far as outputs were kept. None if a block runs twice in a pass."""
-        if len(set(self.ended)) < len(self.ended):
-            return {}
-        ended = min((self.first[key] for key in keys if key in self.first), default=len(self.ended))
-        return dict(self.outputs[:ended])
-
-
 class Evaluator:
     """Evaluates a model with its products rounded by treatments.
 
     products  those that can be rounded, in the order of the model
+    blocks    the layers of the blocks, from 1, in the order of the model
     reuses    whether outputs of blocks are kept: not in a model that computes something else with them. None before
               the first `begin`
     rest      how many seconds a pass takes in which all blocks are replaced
@@ -90,10 +61,10 @@ class Evaluator:
         evaluate: Evaluate,
         recorder: Recorder,
         products: Sequence[Key],
-        blocks: Sequence[nn.Module],
+        blocks: Mapping[nn.Module, int],
         seed: int,
     ) -> None:
-        self.model, self.products, self.blocks = model, tuple(products), tuple(blocks)
+        self.model, self.products, self.blocks = model, tuple(products), dict(blocks)
         self.reuses: bool | None = None
         self.rest = 0.0
         self._evaluate, self._clock, self._seed = evaluate, recorder.clock, seed
@@ -103,6 +74,7 @@ class Evaluator:
         self._before: list[Tensor] = []  # log-probabilities of each sequence, of the base
         self._routes: Routes | None = None  # of the base
         self._outputs = BlockOutputs(0)
+        self._gives_inputs = False  # whether it was seen that blocks can be given inputs
 
     def begin(self, base: Treatment, batch: Any, number: int) -> BatchResult:
         """Evaluate a batch under a base. The next calls of `evaluate` are for the same batch. number: of the batch;
@@ -110,9 +82,7 @@ class Evaluator:
         self._batch, self._number, self._formats, self._before = batch, number, base.formats, []
         self._routes = Routes() if base.keeps_routes else None
         self._outputs = BlockOutputs(MOST_KEPT)
-        with ExitStack() as undo:
-            for block in self.blocks:
-                undo.callback(set_on(block, "forward", self._keeping(block)))
+        with self._outputs.kept(self.blocks):
             exact = self._result(base, first=self._outputs.first, routes=self._routes)
         self._sequences = len(exact.losses)
         if self.reuses is None:
@@ -122,11 +92,14 @@ class Evaluator:
         return exact
 
     def evaluate(self, treatment: Treatment) -> BatchResult:
-        """Evaluate the batch of the last `begin` under a treatment of its base. If routes are kept or replayed, no
-        block is replaced. Raises ConfigError if the number of sequences is another."""
+        """Evaluate the batch of the last `begin` under a treatment of its base. If routes are kept or replayed, or
+        errors of blocks are measured, no block is replaced. Raises ConfigError if the number of sequences is another,
+        or if errors of blocks cannot be measured."""
         if treatment.key.replays or treatment.keeps_routes:
             found = self._routes.found if treatment.key.replays and self._routes else {}
             result = self._result(treatment, routes=Routes(found))
+        elif treatment.keeps_blocks:
+            result = self._with_blocks(treatment)
         else:
             result = self._result(treatment, replaced=self._replaced(treatment))
         if len(result.losses) != self._sequences:
@@ -137,8 +110,34 @@ class Evaluator:
         return result
 
     def cost(self, treatment: Treatment) -> float:
-        """The share of the blocks that a pass computes, 0 to 1; after `begin`."""
+        """The share of the blocks that a treatment computes, 0 to 1, or 2 if it takes two passes; after `begin`."""
+        if treatment.keeps_blocks:
+            return 2.0
         return 1 - len(self._replaced(treatment)) / max(len(self._outputs.ended), 1)
+
+    def _with_blocks(self, treatment: Treatment) -> BatchResult:
+        """The result of a pass, with the errors of the blocks in that pass and in another one, in which each block is
+        given the inputs of the base."""
+        shape = self._sequences, isinstance(self.model, GPTModel)
+
+        def own_errors(formats: Mapping[Key, GemmFormats]) -> Errors:
+            with self._outputs.compared(*shape, gives_inputs=True) as found:
+                self._pass(formats, None, {}, None)
+            return found
+
+        if not self._gives_inputs:
+            if any(map(any, own_errors(self._formats).values())):
+                raise ConfigError(
+                    "errors of blocks cannot be measured: given the same inputs, a block of this model has another "
+                    "output in a second pass without rounding"
+                )
+            self._gives_inputs = True
+        with self._outputs.compared(*shape, gives_inputs=False) as received:
+            result = self._result(treatment)
+        own = own_errors(treatment.formats)
+        layers = [(self.blocks[block], received[block], own[block]) for block in received]
+        blocks = (tuple(BlockError(layer, a[at], b[at]) for layer, a, b in layers) for at in range(self._sequences))
+        return replace(result, blocks=tuple(blocks))
 
     def operand_values(self, batch: Any) -> dict[Key, tuple[int, int]]:
         """How many values the two operands of each product's forward GEMM have in a batch, from a pass of its own.
@@ -165,16 +164,6 @@ class Evaluator:
         """The blocks that compute the same as in the last `begin`, with their outputs."""
         changed = [key for key in self.products if treatment.formats.get(key) != self._formats.get(key)]
         return self._outputs.before(changed) if self.reuses else {}
-
-    def _keeping(self, block: nn.Module) -> Callable[..., Any]:
-        forward = block.forward
-
-        def keeping(*args: Any, **kwargs: Any) -> Any:
-            output = forward(*args, **kwargs)
-            self._outputs.add(block, output)
-            return output
-
-        return keeping
 
     def _result(
         self,
@@ -284,8 +273,8 @@ def evaluator_of(
     keys = [(layer.site, product) for layer in layers for product in layer.products]
     if not attention:
         keys = [key for key in keys if key[1] not in (Product.QK, Product.PV)]
-    paths = dict.fromkeys(_block(layer.name) for layer in layers)
-    blocks = [model.get_submodule(path) for path in paths if path]
+    paths = {_block(layer.name): layer.site.layer_index for layer in reversed(layers)}
+    blocks = {model.get_submodule(path): layer for path, layer in reversed(paths.items()) if path}
     recorder = Recorder(enabled=False)
     with (
         evaluating(model),

@@ -31,6 +31,7 @@ class ExperimentRequest:
     training  the recipe that everything else is rounded by, where the only format is that of a rollout and both are
               compared token by token; None for no rounding
     operands  whether the operands of each group are changed one at a time as well
+    blocks    whether the errors of the blocks' outputs are measured, of parts and the model
     """
 
     source: ExperimentSource
@@ -39,6 +40,7 @@ class ExperimentRequest:
     parts: tuple[str, ...] = ("linear",)
     training: str | None = None
     operands: bool = False
+    blocks: bool = False
 
     @property
     def recipes(self) -> dict[str, Recipe]:
@@ -72,7 +74,7 @@ class ExperimentRequest:
         model lacks."""
         products, recipes = evaluator.products, self.recipes
         if self.training is None:
-            return treatments_of(products, recipes, self.by, parts=self.parts)
+            return treatments_of(products, recipes, self.by, parts=self.parts, keeps_blocks=self.blocks)
         ((text, recipe),) = recipes.items()
         training = self.training, parse_recipe(self.training)
         return parity_treatments(products, (text, recipe), training, self.by, self.operands)

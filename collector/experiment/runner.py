@@ -11,7 +11,7 @@ from binade.collector.errors import ConfigError
 from binade.collector.experiment.evaluator import Evaluator
 from binade.collector.experiment.treatments import Treatment, part_of
 from binade.data.run.directory import DONE, RUN_FILE, RunWriter
-from binade.data.run.experiment import OPERAND_VALUES, BatchResult, ExperimentWriter, Place, read_results
+from binade.data.run.experiment import OPERAND_VALUES, BatchResult, ExperimentWriter, Place, read_blocks, read_results
 
 Say = Callable[[str], None]
 Progress = Callable[[int, int], None]
@@ -58,12 +58,15 @@ def record(
     results = ExperimentWriter(writer.directory)
     if not any(treatment.keeps_tokens for treatment in treatments):
         _describe_values(writer, evaluator, batches)
+    kept = {treatment.key.id for treatment in treatments if treatment.keeps_blocks}
+    with_blocks = read_blocks(writer.directory) if kept else {}
     ids = {key.id for treatment in treatments for key in (treatment.key, _base(treatment).key)}
     known = [
         result
         for result in read_results(writer.directory)
         if result.key.id in ids and result.batch < len(batches)
         if not sizes or len(result.losses) == sizes[result.batch]
+        if result.key.id not in kept or len(with_blocks.get(result.place, ())) == len(result.losses)
     ]
     clock = _Clock(evaluator, treatments, len(batches), say, progress)
     clock.count = sum(result.key.base is not None for result in known)

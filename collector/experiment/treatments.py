@@ -39,6 +39,7 @@ class Treatment:
     base            the treatment that it differs from in its group; None for a base
     keeps_tokens    whether the log-probability of each token is kept, and KL(treatment ‖ base) measured
     keeps_routes    whether the choices of routers are kept
+    keeps_blocks    whether the errors of the blocks' outputs are measured
     """
 
     key: TreatmentKey
@@ -46,6 +47,7 @@ class Treatment:
     base: Treatment | None = None
     keeps_tokens: bool = False
     keeps_routes: bool = False
+    keeps_blocks: bool = False
 
 
 def recipes_of(texts: Iterable[str]) -> dict[str, Recipe]:
@@ -120,6 +122,7 @@ def treatments_of(
     base: Treatment | None = None,
     operands: bool = False,
     keeps_tokens: bool = False,
+    keeps_blocks: bool = False,
 ) -> list[Treatment]:
     """The treatments of recipes at granularities of BY: the products that differ from the base, one group at a time,
     the largest groups first.
@@ -128,10 +131,14 @@ def treatments_of(
     base          without rounding if None
     operands      whether the operands of each group are changed one at a time as well, where both differ and a product
                   can have one of them rounded as by the recipe and the other as by the base
+    keeps_blocks  whether the errors of the blocks' outputs are measured, of groups in all layers: parts and the model
 
-    Raises ConfigError if a recipe rounds none of these products in another way than the base."""
+    Raises ConfigError if a recipe rounds none of these products in another way than the base, or if errors of blocks
+    are requested of no such group."""
     base = base or Treatment(NONE)
     treatments = []
+    if keeps_blocks and not {"part", "model"} & set(by):
+        raise ConfigError("errors of blocks are those of what is rounded in all layers: add part or model to --by")
     for granularity in sorted(by, key=lambda name: len(BY[name])):
         for text, recipe in recipes.items():
             formats = forward_formats(recipe, products)
@@ -144,10 +151,14 @@ def treatments_of(
             words = TreatmentKey(text, recipe_sha256(to_toml(recipe)), base=base.key)
             for group in dict.fromkeys(group_of(key, granularity) for key in keys):
                 own = [key for key in changed if holds(group, key)]
+                blocks = keeps_blocks and granularity in ("part", "model")
                 treatments += [
-                    Treatment(replace(words, group=group, operand=operand, is_whole=whole), mixed, base, keeps_tokens)
+                    Treatment(
+                        replace(words, group=group, operand=operand, is_whole=whole), mixed, base, keeps_tokens,
+                        keeps_blocks=blocks,
+                    )
                     for operand, whole, mixed in _changes(own, formats, base.formats, operands)
-                ]
+                ]  # fmt: skip
     return list({treatment.key: treatment for treatment in treatments}.values())
 
 

@@ -20,8 +20,9 @@ NO_CHECKPOINT = "it ended before the first one, or was started without --checkpo
 
 @dataclass(frozen=True, config=STRICT)
 class Position:
-    """The position of a rank's part of a run, with the run's configuration. losses, events, twins and held_out are the
-    sizes of these files in bytes; recorded counts tensors in the order of their ids; the rest is as in status.json."""
+    """The position of a rank's part of a run, with the run's configuration. losses and events are the sizes of these
+    files in bytes, twins and held_out those of files of earlier versions; recorded counts tensors in the order of their
+    ids; the rest is as in status.json."""
 
     config: RunConfig
     done: Count

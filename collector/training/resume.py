@@ -35,12 +35,11 @@ from binade.collector.training.config import RunConfig
 from binade.collector.training.plan import Branch, Plan
 from binade.data.run.directory import CHECKPOINTS, SEGMENT, RunError, RunInfo, RunWriter, read_run
 from binade.data.run.events import EVENT
-from binade.data.run.held_out import FILE as HELD_OUT
+from binade.data.run.experiment import cut_results
 from binade.data.run.json_files import write_json
 from binade.data.run.losses import LOSS, first_step
 from binade.data.run.store import no_link, remove_directory, save_state, staged_file, write_atomic
 from binade.data.run.tensor_files import load_plain
-from binade.data.run.twin import FILE as TWINS
 
 KEPT = 2  # a rank may write the next one while another has not written this one
 
@@ -121,6 +120,7 @@ class Resumed:
         for rank in range(len(self.positions)):
             for file, size in self._files(rank):
                 _cut(file, size)
+        cut_results(run.directory, first.done - first.config.warmup_iterations)
         return writer
 
     def _files(self, rank: int) -> Iterator[tuple[Path, int]]:
@@ -128,8 +128,6 @@ class Resumed:
         yield self.run.directory / EVENT.file_of(rank), self.positions[rank].events
         if rank == 0:
             yield self.run.directory / LOSS.file, self.positions[rank].losses
-            yield self.run.directory / TWINS, self.positions[rank].twins
-            yield self.run.directory / HELD_OUT, self.positions[rank].held_out
 
 
 @dataclass(frozen=True)
@@ -213,8 +211,6 @@ def write_checkpoint(
         done=done,
         **position,
         losses=_size(directory / LOSS.file),
-        twins=_size(directory / TWINS),
-        held_out=_size(directory / HELD_OUT),
         events=_size(directory / EVENT.file_of(rank)),
         iteration=status.iteration,
         loss_first=status.loss_first,

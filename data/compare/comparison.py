@@ -26,13 +26,7 @@ from binade.data.compare import evidence
 from binade.data.compare.evidence import GAP, Estimate, Sentence
 from binade.data.compare.gap_bands import NO_BAND, RULE, Band, bands_of, settings_of_references
 from binade.data.compare.gradients import gradient_errors
-from binade.data.compare.loss_gaps import Losses, RecipeRuns, by_recipe, costs, loss_gaps, with_outcomes, worst_first
-from binade.data.compare.outcomes import DEFINITION
-from binade.data.compare.same_data import NATS, UNKNOWN, pairs_on_same_data
-from binade.data.index.catalog import Catalog
-from binade.data.index.run_table import has_reference
-from binade.data.run.effects import CHANGE, rounded_by
-from binade.data.run.held_out import (
+from binade.data.compare.held_out import (
     HeldOutGap,
     evaluations_of,
     held_out_gap,
@@ -41,6 +35,12 @@ from binade.data.run.held_out import (
     pairs_of,
     repeated,
 )
+from binade.data.compare.loss_gaps import Losses, RecipeRuns, by_recipe, costs, loss_gaps, with_outcomes, worst_first
+from binade.data.compare.outcomes import DEFINITION
+from binade.data.compare.same_data import NATS, UNKNOWN, pairs_on_same_data
+from binade.data.index.catalog import Catalog
+from binade.data.index.run_table import has_reference
+from binade.data.run.effects import CHANGE, rounded_by
 from binade.data.run.rounding_alone import interval_of
 from binade.data.words.fields import MEASURES, Field
 from binade.data.words.filter import Filter

@@ -291,6 +291,11 @@ class Row:
     median_of_tokens: float | None = None
     median_of_sequences: float | None = None
 
+    @property
+    def main(self) -> float | None:
+        """Over tokens; of a quantity of sequences, over sequences."""
+        return self.over_sequences if self.over_tokens is None else self.over_tokens
+
 
 @dataclass(frozen=True)
 class Quantity:

@@ -12,7 +12,7 @@ order of the selection scores s, which a router passes to its top-k.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,35 +118,22 @@ class Routing:
         return evidence.mean(ANY_FLIP, self.any_flip, "sequences")
 
 
-def layer_of(
-    layer_index: int | None,
-    module: str,
-    experts: int,
-    a: Chosen,
-    b: Chosen,
-    margins: NDArray[Any],
-    counts: NDArray[Any],
-) -> RoutedLayer:
-    """A layer from the choices of both policies.
-
-    a, b     experts of the training policy and the rollout policy, by score [sequences, tokens, k]
-    margins  of the training policy [sequences, tokens]
-    counts   whether a token counts [sequences, tokens]
-    """
-    flipped = flips(a, b)
-    every, at_flips = margins[counts], margins[counts & flipped]
+def layer_of(pairs: Sequence[tuple[RouterChoices, RouterChoices]]) -> RoutedLayer:
+    """A layer from the choices of the training policy and of the rollout policy, of each sequence with tokens."""
+    chosen = [(a.choices, b.choices) for a, b in pairs]
+    flipped = [flips(a, b) for a, b in chosen]
+    margins = np.concatenate([a.margins for a, _ in pairs])
+    at_flips = margins[np.concatenate(flipped)]
+    first, _ = pairs[0]
     return RoutedLayer(
-        layer_index, module, experts, a.shape[-1],
-        means(flipped, counts), means(recall(a, b), counts), means(reorders(a, b), counts),
-        float(np.median(every)), float(np.median(at_flips)) if at_flips.size else float("nan"),
+        first.layer_index, first.module, first.experts, first.choices.shape[1], _means(flipped),
+        _means(recall(a, b) for a, b in chosen), _means(reorders(a, b) for a, b in chosen),
+        float(np.median(margins)), float(np.median(at_flips)) if at_flips.size else float("nan"),
     )  # fmt: skip
 
 
-def means(values: NDArray[Any], counts: NDArray[Any]) -> tuple[float, ...]:
-    """The mean over the tokens that count, of each sequence that has one. Both [sequences, tokens]."""
-    used = counts.any(1)
-    shares = (values * counts).sum(1)[used] / counts.sum(1)[used]
-    return tuple(shares.astype(float).tolist())
+def _means(sequences: Iterable[NDArray[Any]]) -> Shares:
+    return tuple(float(values.mean()) for values in sequences)
 
 
 def read_routing(directory: Path) -> Routing | None:
@@ -170,28 +157,17 @@ def routing_of(
     found = [at for at in range(len(names)) if all(own[at].choices.shape[1] for own in (*a, *b))]
     if not found:
         return None
-    counts = _padded([np.ones(len(own[found[0]].margins), bool) for own in a])
-    layers = []
-    flipped = np.zeros(counts.shape, bool)
-    for at in found:
-        chosen_a, chosen_b = (_padded([own[at].choices for own in side]) for side in (a, b))
-        margins = _padded([own[at].margins for own in a])
-        layers.append(layer_of(*names[at], a[0][at].experts, chosen_a, chosen_b, margins, counts))
-        flipped |= flips(chosen_a, chosen_b)
+    used = [at for at, own in enumerate(a) if len(own[found[0]].margins)]
+    routers = [[(a[sequence][at], b[sequence][at]) for sequence in used] for at in found]
+    any_flips = (
+        np.logical_or.reduce([flips(own.choices, other.choices) for own, other in layers])
+        for layers in zip(*routers, strict=True)
+    )
     pairs = [Policies.by_sequence(logprobs[rollout.id, each.batch], logprobs[each.place]) for each in replayed]
     return Routing(
-        tuple(layers),
-        means(flipped, counts),
+        tuple(map(layer_of, routers)),
+        _means(any_flips),
         tuple(x for pair in pairs for x in pair.means(np.abs(pair.d)).tolist()),
         tuple(kl for each in replayed for kl, tokens in zip(each.kl, each.tokens, strict=True) if tokens),
         tuple(f"layer{layer}.{module}" for at, (layer, module) in enumerate(names) if at not in found),
     )
-
-
-def _padded(sequences: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """Values of the tokens of sequences [tokens, ...] as one array [sequences, most tokens, ...], 0 beyond."""
-    most = max(len(x) for x in sequences)
-    array = np.zeros((len(sequences), most, *sequences[0].shape[1:]), sequences[0].dtype)
-    for row, x in zip(array, sequences, strict=True):
-        row[: len(x)] = x
-    return array

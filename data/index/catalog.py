@@ -258,7 +258,7 @@ class Catalog(ScoreQueries, TensorValues):
         return self.ask(
             f"""
             SELECT effect.* FROM effect JOIN ({_same_model()}) USING (run_id)
-            WHERE base IS NULL AND operand IS NULL AND NOT replays
+            WHERE base IS NULL AND operand IS NULL AND NOT replays AND iteration IS NULL
             ORDER BY sequences DESC, run_id DESC, format, part, layer_index, module
             """,
             [runs, runs],

@@ -37,15 +37,12 @@ from binade.data.run.directory import (
     run_names,
 )
 from binade.data.run.effects import effect_rows
-from binade.data.run.experiment import EXPERIMENT, FORMER, check_experiment, experiment_files
-from binade.data.run.held_out import FILE as HELD_OUT
-from binade.data.run.held_out import check_held_out
+from binade.data.run.evaluations import FORMER_LINES, check_results
+from binade.data.run.experiment import FORMER, experiment_files
 from binade.data.run.losses import first_step
 from binade.data.run.record_kinds import RECORD_KINDS
 from binade.data.run.records import RecordKind, RecordLines, read_lines
 from binade.data.run.segment import MERGED, SegmentError, read_manifest, read_tables, segment_names
-from binade.data.run.twin import FILE as TWINS
-from binade.data.run.twin import check_twins
 from binade.data.words.filter import FIELDS
 from binade.data.words.text import describe
 
@@ -241,11 +238,7 @@ class Intake:
         except (OSError, ValueError) as error:
             self._skipped.append(f"the name and note of {directory.name} are not shown: {describe(error)}")
             mark = None  # it is reported again next time
-        checks = {
-            "twin steps": check_twins,
-            "held-out evaluations": check_held_out,
-            "results": check_experiment,
-        }
+        checks = {"results": check_results}
         for what, check in checks.items() if run.status.state != RUNNING else ():
             try:
                 check(directory)
@@ -451,7 +444,7 @@ def _put_records(
 def _put_effects(cursor: duckdb.DuckDBPyConnection, runs: Iterable[RunInfo]) -> None:
     """Replace the rows of measurements. Lines that are damaged are reported with those of other files."""
     for run in runs:
-        if run.config.get("kind") == EXPERIMENT:
+        if experiment_files(run.directory):
             rows = []
             with suppress(OSError, RunError, ValueError):
                 rows = effect_rows(run.run_id, run.directory)
@@ -567,7 +560,7 @@ def _mark(directory: str, segments: Iterable[str]) -> tuple[int, ...] | None:
     mark: list[int] = []
     times = []
     names = ["", "run.json", "status.json", "segments", *(f"segments/{name}" for name in segments)]
-    names += [name for name in (TWINS, HELD_OUT, *FORMER) if os.path.exists(f"{directory}/{name}")]
+    names += [name for name in (*FORMER_LINES, *FORMER) if os.path.exists(f"{directory}/{name}")]
     names += (name for kind in RECORD_KINDS for name in kind.files(Path(directory)))
     names += experiment_files(Path(directory))
     try:

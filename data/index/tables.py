@@ -111,9 +111,11 @@ EFFECT = IndexTable(
         TableColumn("change_by_sequence", REALS),
         TableColumn("divergence_by_sequence", REALS),
         TableColumn("seconds", REAL, "what its passes took"),
+        TableColumn("iteration", LONG, "of the training whose weights these are; null for an experiment of its own"),
     ),
     "Measured effects: what rounding one group of products does to the loss, on the same weights and sequences. Rows "
-    "are of experiments: runs of `binade measure` and `binade parity`.",
+    "are of experiments: runs of `binade measure` and `binade parity`; and of held-out evaluations of a run that was "
+    "evaluated without its recipe as well.",
 )
 KEY = TableColumn("key", INTEGER)
 TENSOR = IndexTable(

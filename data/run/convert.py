@@ -16,9 +16,10 @@ from pydantic.dataclasses import dataclass
 
 from binade.data.run.access import check_writable
 from binade.data.run.directory import RUNNING, RunError, Whole, describe_run, lines_of, read_run, run_directories
+from binade.data.run.evaluations import Number
 from binade.data.run.experiment import EXPERIMENT, NONE, BatchResult, EffectGroup, ExperimentWriter, TreatmentKey
 from binade.data.run.json_files import STRICT, parse_json, unsealed
-from binade.data.run.twin import Number
+from binade.data.words.text import describe
 
 FILE = "effects.jsonl"
 Losses = Annotated[tuple[Number, ...], Field(min_length=1)]
@@ -47,42 +48,51 @@ class FormerEffect:
         return BatchResult(key, self.batch, self.losses, tokens, self.divergences, (), self.seconds)
 
 
-def convert_effects(root: Path, run_ids: tuple[str, ...] = ()) -> Iterator[str]:
-    """Convert these runs of a root, or all, and yield the names of those that were. Raises RunError for a file that is
-    damaged, ReadOnlyError and OSError; the run is then as before."""
+def convert_effects(root: Path, run_ids: tuple[str, ...] = ()) -> Iterator[tuple[str, str | None]]:
+    """Convert these runs of a root, or all, and yield the name of each with why it was not converted, None if it was.
+    Such a run is as before. Raises ReadOnlyError."""
     check_writable("converting runs")
     for directory in run_directories(root):
         if (run_ids and directory.name not in run_ids) or not (directory / FILE).exists():
             continue
-        run = read_run(directory)
-        if run.status.state == RUNNING:
-            raise RunError(f"{directory.name} is still running: convert it when it has ended")
-        effects = _read(directory)
-        bases = _bases(directory, effects)
-        shutil.rmtree(directory / EXPERIMENT, ignore_errors=True)
-        writer = ExperimentWriter(directory, former=True)
-        for (batch, size), exact in bases.items():
-            writer.add(BatchResult(NONE, batch, exact, (None,) * size))
-        for result in {(*effect.result.place, len(effect.losses)): effect.result for effect in effects}.values():
-            writer.add(result)
-        described: dict[str, Any] = {"kind": EXPERIMENT}
-        measures = dict(run.config).get("measures")
-        if isinstance(measures, dict) and not str(run.config.get("device", "cpu")).startswith("cpu"):
-            described["measures"] = measures | {"device": "cuda"}
-        describe_run(directory, described)
-        (directory / FILE).unlink()  # last: a conversion that was interrupted begins again
-        yield directory.name
+        try:
+            _convert(directory)
+        except (RunError, OSError) as error:
+            yield directory.name, describe(error)
+        else:
+            yield directory.name, None
 
 
-def _bases(directory: Path, effects: list[FormerEffect]) -> dict[tuple[int, int], Losses]:
+def _convert(directory: Path) -> None:
+    """Raises RunError for a file that is damaged, and OSError."""
+    run = read_run(directory)
+    if run.status.state == RUNNING:
+        raise RunError("it is still running: convert it when it has ended")
+    effects = _read(directory)
+    bases = _bases(effects)
+    shutil.rmtree(directory / EXPERIMENT, ignore_errors=True)
+    writer = ExperimentWriter(directory, former=True)
+    for (batch, size), exact in bases.items():
+        writer.add(BatchResult(NONE, batch, exact, (None,) * size))
+    for result in {(*effect.result.place, len(effect.losses)): effect.result for effect in effects}.values():
+        writer.add(result)
+    described: dict[str, Any] = {"kind": EXPERIMENT}
+    measures = dict(run.config).get("measures")
+    if isinstance(measures, dict) and not str(run.config.get("device", "cpu")).startswith("cpu"):
+        described["measures"] = measures | {"device": "cuda"}
+    describe_run(directory, described)
+    (directory / FILE).unlink()  # last: a conversion that was interrupted begins again
+
+
+def _bases(effects: list[FormerEffect]) -> dict[tuple[int, int], Losses]:
     """The losses without rounding by batch and number of sequences. Raises RunError if lines of one batch differ in
     them, as when they were measured on several devices: an experiment has one base."""
     bases: dict[tuple[int, int], Losses] = {}
     for effect in effects:
         if bases.setdefault((effect.batch, len(effect.exact)), effect.exact) != effect.exact:
             raise RunError(
-                f"{directory.name}/{FILE} cannot be converted: its lines of batch {effect.batch} have different losses "
-                "without rounding, as from several devices. Run binade measure again"
+                f"lines of batch {effect.batch} of its {FILE} have different losses without rounding, as from several "
+                "devices. Run binade measure again"
             )
     return bases
 
@@ -96,5 +106,5 @@ def _read(directory: Path) -> list[FormerEffect]:
         except ValueError as error:
             if not line.endswith(b"\n"):
                 break
-            raise RunError(f"line {number} of {directory.name}/{FILE} is damaged: {error}") from None
+            raise RunError(f"line {number} of its {FILE} is damaged: {error}") from None
     return effects

@@ -10,9 +10,8 @@
                      run that was queued
       loss.jsonl     a record for each iteration: see data.run.records and data.run.losses
       events.jsonl   other events: see data.run.events
-      twin.jsonl     twin steps: see data.run.twin
-      held_out.jsonl held-out evaluations: see data.run.held_out
-      experiment/    results of treatments: see data.run.experiment
+      experiment/    results of treatments, and what the run evaluated while it trained: see data.run.experiment;
+                     runs of earlier versions have twin.jsonl and held_out.jsonl instead
       tensors/       tensor files      segments/   their rows
       ranks/         of a run on several ranks: the process of each and what it has recorded; rank 0 adds them up
 

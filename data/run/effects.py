@@ -10,14 +10,14 @@ import hashlib
 import json
 import math
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from binade.data.compare import evidence
-from binade.data.compare.evidence import Estimate, Measure
-from binade.data.run.experiment import BatchResult, EffectGroup, TreatmentKey, read_results
+from binade.data.compare.evidence import Estimate, Measure, Sentence
+from binade.data.run.experiment import TWIN_STEP, BatchResult, EffectGroup, TreatmentKey, read_results
 
 CHANGE = Measure(
     "effect", "Measured loss change", "nats", "loss with the group rounded minus loss without, per token", format="+.3g"
@@ -28,19 +28,26 @@ DIVERGENCE = Measure(
 
 
 class Measured(NamedTuple):
-    """The effect of a treatment over all sequences that were measured: in the order of the batches.
+    """What a treatment changes over all sequences that were measured: in the order of the batches.
 
-    exact        the losses of the base, in nats per token
-    changes      the losses minus these
+    changes      the losses minus those of the base, in nats per token; of two policies, see `parity_results`
     divergences  KL(base ‖ treatment) of the next token; () if logits were not known
+    exact        the losses of the base
     seconds      what the passes took
+    iteration    of the training whose weights these are; None for an experiment of its own
+    data         what was evaluated while training, see BatchResult
+    of_change, of_divergence  what these are
     """
 
     key: TreatmentKey
-    exact: tuple[float, ...]
     changes: tuple[float, ...]
     divergences: tuple[float, ...]
-    seconds: float
+    exact: tuple[float, ...] = ()
+    seconds: float = 0.0
+    iteration: int | None = None
+    data: str = ""
+    of_change: Measure = CHANGE
+    of_divergence: Measure = DIVERGENCE
 
     @property
     def format(self) -> str:
@@ -51,14 +58,28 @@ class Measured(NamedTuple):
         return self.key.group
 
     @property
+    def name(self) -> str:
+        """ "layer2 fc1 linear, weight"."""
+        return f"{self.group}, {self.key.operand}" if self.key.operand else str(self.group)
+
+    @property
     def change(self) -> Estimate:
-        """The mean change of the loss, with Student's interval over sequences."""
-        return evidence.mean(CHANGE, self.changes, "sequences")
+        """The mean change, with Student's interval over sequences."""
+        return evidence.mean(self.of_change, self.changes, "sequences")
 
     @property
     def divergence(self) -> Estimate:
         """The mean divergence; NaN if it was not measured."""
-        return evidence.mean(DIVERGENCE, self.divergences, "sequences")
+        return evidence.mean(self.of_divergence, self.divergences, "sequences")
+
+
+def largest_of(groups: Sequence[Measured], what: str) -> Sentence:
+    """Which group has the largest change, if sequences can tell; empty for one group or one sequence. what: "The
+    largest effect"."""
+    if len(groups) < 2 or min(len(each.changes) for each in groups) < 2:
+        return Sentence()
+    named = {each.name: dict(enumerate(each.changes)) for each in groups}
+    return evidence.largest(named, groups[0].of_change, what, "sequences")
 
 
 def recipe_sha256(toml: str) -> str:
@@ -83,15 +104,16 @@ def _holds_tables(value: object) -> bool:
 
 
 def measured_effects(results: Iterable[BatchResult]) -> list[Measured]:
-    """The effect of each treatment, in the order in which they were first measured. A result is compared with that of
-    its base for the same sequences; without one it is left out. Of a batch that was measured in several sizes, the one
-    with most sequences counts, since it has those of the others."""
-    passes: dict[TreatmentKey, dict[tuple[int, int], BatchResult]] = {}  # by batch and number of sequences
+    """The effect of each treatment, on each of the weights, in the order in which they were first measured. A
+    result is compared with that of its base for the same sequences; without one it is left out. Of a batch that was
+    measured in several sizes, the one with most sequences counts, since it has those of the others."""
+    passes: dict[Any, dict[tuple[int, int], BatchResult]] = {}  # by batch and number of sequences
     for result in results:
-        passes.setdefault(result.key, {})[result.batch, len(result.losses)] = result
+        of = result.key, result.iteration, result.data
+        passes.setdefault(of, {})[result.batch, len(result.losses)] = result
     rows = []
-    for key, own in passes.items():
-        bases = passes.get(key.base, {}) if key.base else {}
+    for (key, *moment), own in passes.items():
+        bases = passes.get((key.base, *moment), {})
         largest = {place[0]: place for place in sorted(own) if place in bases}
         pairs = [(own[place], bases[place]) for place in largest.values()]
         if not pairs:
@@ -101,14 +123,15 @@ def measured_effects(results: Iterable[BatchResult]) -> list[Measured]:
         rows.append(
             Measured(
                 key,
-                tuple(loss for _, base in pairs for loss in base.losses),
                 tuple(
                     loss - exact
                     for result, base in pairs
                     for loss, exact in zip(result.losses, base.losses, strict=True)
                 ),
                 tuple(divergences) if complete else (),
+                tuple(loss for _, base in pairs for loss in base.losses),
                 math.fsum(result.seconds for result, _ in pairs),
+                *moment,
             )
         )
     return rows
@@ -135,6 +158,8 @@ def effect_rows(run_id: str, directory: Path) -> list[list[Any]]:
             list(effect.changes),
             list(effect.divergences) or None,
             effect.seconds,
+            effect.iteration,
         ]
         for effect in measured_effects(read_results(directory))
+        if effect.data != TWIN_STEP  # of passes, not of sequences
     ]

@@ -8,7 +8,7 @@ rollout engine; a batch is a step.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from binade.data.compare.evidence import Estimate, Measure, Sentence
 from binade.data.compare.parity import Policies, Row, joined, quantities
 from binade.data.compare.routing import Routing, read_routing
 from binade.data.run.directory import RunError, read_run
+from binade.data.run.effects import Measured, largest_of
 from binade.data.run.experiment import (
     NONE,
     BatchResult,
@@ -45,28 +46,6 @@ DIVERGENCE = Measure(
     "nats",
     "of the next token over the whole vocabulary, mean within each sequence, then over these",
 )
-Numbers = tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class Value:
-    """A quantity of data.compare.parity: its name, and the values of its Row."""
-
-    name: str
-    over_tokens: float | None
-    over_sequences: float | None
-    median_of_tokens: float | None
-    median_of_sequences: float | None
-
-    @staticmethod
-    def of(row: Row) -> Value:
-        values = row.over_tokens, row.over_sequences, row.median_of_tokens, row.median_of_sequences
-        return Value(row.measure.name, *values)
-
-    @property
-    def main(self) -> float | None:
-        """Over tokens; of a quantity of sequences, over sequences."""
-        return self.over_sequences if self.over_tokens is None else self.over_tokens
 
 
 @dataclass(frozen=True)
@@ -77,56 +56,11 @@ class ParityStep:
     sequences: int
     tokens: int
     left_out: int
-    values: tuple[Value, ...]
+    values: tuple[Row, ...]
 
     @staticmethod
     def of(name: str, pair: Policies) -> ParityStep:
-        values = tuple(Value.of(row) for row in quantities(pair))
-        return ParityStep(name, pair.sequences, len(pair.rollout), pair.left_out, values)
-
-
-@dataclass(frozen=True)
-class GroupGap:
-    """The gap that a group of products makes alone; of all products, the whole gap.
-
-    operand      the operand that differs or was changed; "" for both
-    is_whole     whether all that differs in the group was changed
-    changes      mean |Δ log-probability| of each sequence, in nats
-    divergences  KL(R ‖ T) of the next token, the mean of each sequence; empty if only the log-probabilities of the
-                 text's tokens are known
-    """
-
-    part: str
-    layer_index: int | None
-    module: str | None
-    operand: str
-    is_whole: bool
-    changes: Numbers
-    divergences: Numbers = ()
-
-    @property
-    def group(self) -> EffectGroup:
-        return EffectGroup(self.part, self.layer_index, self.module)
-
-    @property
-    def name(self) -> str:
-        """ "layer2 fc1 linear, weight"."""
-        return f"{self.group}, {self.operand}" if self.operand else str(self.group)
-
-    @property
-    def is_product(self) -> bool:
-        """Whether it is one product."""
-        return self.layer_index is not None and self.module is not None
-
-    @property
-    def change(self) -> Estimate:
-        """The mean of `changes`, with Student's interval over sequences."""
-        return evidence.mean(CHANGE, self.changes, "sequences")
-
-    @property
-    def divergence(self) -> Estimate:
-        """The mean of `divergences`, with Student's interval over sequences; NaN if there are none."""
-        return evidence.mean(DIVERGENCE, self.divergences, "sequences")
+        return ParityStep(name, pair.sequences, len(pair.rollout), pair.left_out, tuple(quantities(pair)))
 
 
 @dataclass(frozen=True)
@@ -144,7 +78,7 @@ class Parity:
     training: str
     tool: str
     steps: tuple[ParityStep, ...]
-    gaps: tuple[GroupGap, ...]
+    gaps: tuple[Measured, ...]
     routing: Routing | None = None
 
     @property
@@ -167,24 +101,14 @@ class Replay(NamedTuple):
         return 1 - self.replayed.value / self.own.value if self.own.value else math.nan
 
 
-def findings(gaps: Iterable[GroupGap]) -> list[Sentence]:
-    """Which group changes the log-probabilities most, of those of one granularity, if sequences can tell. gaps: all
-    products first."""
-    whole, *others = gaps
-    single = [gap for gap in others if gap.is_whole and (gap.layer_index is not None or gap.module)]
-    if len(whole.changes) < 2 or len(single) < 2:
-        return []
-    kinds: dict[tuple[bool, bool], list[GroupGap]] = {}
-    for gap in single:
-        kinds.setdefault((gap.layer_index is None, gap.module is None), []).append(gap)
-    return [
-        evidence.largest({gap.name: dict(enumerate(gap.changes)) for gap in kind},
-                         CHANGE, "The largest change of log-probabilities", "sequences")
-        for kind in kinds.values() if len(kind) > 1
-    ]  # fmt: skip
+def findings(gaps: Sequence[Measured]) -> list[Sentence]:
+    """Which group changes the log-probabilities most, of those of one granularity, if sequences can tell."""
+    kinds = dict.fromkeys(gap.group.kind for gap in gaps if gap.group.kind not in ("all", "part"))
+    groups = ([gap for gap in gaps if gap.group.kind == kind and gap.key.is_whole] for kind in kinds)
+    return [said for own in groups if (said := largest_of(own, "The largest change of log-probabilities"))]
 
 
-def replay(whole: GroupGap, routing: Routing) -> list[Replay]:
+def replay(whole: Measured, routing: Routing) -> list[Replay]:
     """What the routes contribute to the gap, by its change of log-probabilities and its divergence."""
     of = ((CHANGE, whole.changes, routing.changes), (DIVERGENCE, whole.divergences, routing.divergences))
     return [
@@ -197,7 +121,7 @@ def replay(whole: GroupGap, routing: Routing) -> list[Replay]:
     ]
 
 
-def routing_findings(whole: GroupGap, routing: Routing) -> list[Sentence]:
+def routing_findings(whole: Measured, routing: Routing) -> list[Sentence]:
     """How many tokens flip, and whether the gap with replayed routes is another."""
     change, _ = replay(whole, routing)
     flips = evidence.say("Tokens whose experts differ in at least one layer: {share}.", share=routing.any)
@@ -222,11 +146,11 @@ class Gap:
         return joined(self.steps)
 
     @property
-    def record(self) -> GroupGap:
+    def measured(self) -> Measured:
         """The gap by sequence."""
         pair = self.policies
         changes = tuple(pair.means(np.abs(pair.d)).tolist())
-        return GroupGap(*self.key.group, self.key.operand, self.key.is_whole, changes, self.divergences)
+        return Measured(self.key, changes, self.divergences, of_change=CHANGE, of_divergence=DIVERGENCE)
 
 
 def gaps_of(results: Sequence[BatchResult], logprobs: dict[Place, list[Floats]]) -> list[Gap]:
@@ -240,7 +164,7 @@ def gaps_of(results: Sequence[BatchResult], logprobs: dict[Place, list[Floats]])
     found = [_gap(key, sorted(own, key=lambda result: result.batch), logprobs) for key, own in by_key.items()]
     whole = [gap for gap in found if gap.key.group == EffectGroup() and gap.key.is_whole]
     others = [gap for gap in found if gap not in whole]
-    return [*whole, *sorted(others, key=lambda gap: float(np.mean(gap.record.changes)), reverse=True)]
+    return [*whole, *sorted(others, key=lambda gap: float(np.mean(gap.measured.changes)), reverse=True)]
 
 
 def _gap(key: TreatmentKey, results: Sequence[BatchResult], logprobs: dict[Place, list[Floats]]) -> Gap:
@@ -271,11 +195,11 @@ def read_parity(directory: Path) -> Parity | None:
         return None
     whole, base = gaps[0], gaps[0].key.base
     steps = [ParityStep.of(ALL, whole.policies)]
-    records = tuple(gap.record for gap in gaps)
+    each = tuple(gap.measured for gap in gaps)
     if base == TRAINER:
         names: Any = read_run(directory).config.get("steps", [])
         if len(whole.steps) > 1:
             steps += [ParityStep.of(str(name), pair) for name, pair in zip(names, whole.steps, strict=False)]
-        return Parity("rollout engine", "trainer", whole.key.text, tuple(steps), records)
+        return Parity("rollout engine", "trainer", whole.key.text, tuple(steps), each)
     training = UNROUNDED if base is None or base == NONE else base.text
-    return Parity(whole.key.text, training, "", tuple(steps), records, read_routing(directory))
+    return Parity(whole.key.text, training, "", tuple(steps), each, read_routing(directory))

@@ -24,13 +24,11 @@ from binade.data.run.directory import (
     read_run,
     run_directories,
 )
-from binade.data.run.experiment import check_experiment
-from binade.data.run.held_out import check_held_out
+from binade.data.run.evaluations import check_results
 from binade.data.run.record_kinds import RECORD_KINDS
 from binade.data.run.records import RecordLines, read_lines
 from binade.data.run.segment import read_tables
 from binade.data.run.store import inside, sha256
-from binade.data.run.twin import check_twins
 from binade.data.words.text import describe
 
 UNREADABLE = (OSError, ValueError, TypeError, pa.ArrowException)
@@ -100,7 +98,7 @@ def verify(
                 verified.torn += lines.torn
                 if lines.problem:
                     refuse(run.directory, f"is damaged: {lines.problem}")
-        for check in (check_twins, check_held_out, check_experiment):
+        for check in (check_results,):
             try:
                 check(run.directory)
             except (RunError, OSError) as error:

@@ -12,9 +12,10 @@ from binade.app.sessions.session import Pin
 from binade.app.view import aliases
 from binade.app.view.view import View
 from binade.data.index.catalog import Catalog
-from binade.data.run.twin import GradientTwin, Twin, append_twin
+from binade.data.run.evaluations import GradientTwin, Twin
 from binade.data.words.filter import Filter
 from tests.data.builder import make_run
+from tests.data.experiments import add_evaluations
 
 pytestmark = pytest.mark.slow
 RECORDED = sorted(part for part in aliases.PARTS if part[1] != "drift")  # what the root of the tests has
@@ -62,7 +63,7 @@ def test_the_page_of_a_twin_step_is_a_color_of_its_run(tmp_path: Path):
     run = make_run(tmp_path, [(torch.randn(32, 64), {"format": "mxfp4", "module": "fc1", "layer_index": 1})])
     row = GradientTwin("step", None, None, None, 1.0, 0.2, 0.2, 0.0, 0.0, 0.0, 0.9)
     fc1 = GradientTwin("fc1.weight", 1, "fc1", None, 1.0, 0.3, 0.3, 0.0, 0.0, 0.0, 0.9)
-    append_twin(run.directory, Twin(0, 5.0, (0.25,), False, (row, fc1)))
+    add_evaluations(run.directory, Twin(0, 5.0, (0.25,), False, (row, fc1)))
     other = make_run(tmp_path, [(torch.randn(32, 64), {"format": "mxfp4"})])
     with Catalog.open(tmp_path) as opened:
         tensor = opened.tensors(Filter(run_id=(run.run_id,)))["tensor_id"][0]

@@ -23,9 +23,19 @@ from binade.data.compare.parity import Policies, joined
 from binade.data.compare.routing import RoutedLayer, Routing
 from binade.data.index.catalog import Catalog
 from binade.data.run.directory import DONE, RunError, RunWriter, list_runs
-from binade.data.run.experiment import EffectGroup, experiment_files
+from binade.data.run.effects import Measured
+from binade.data.run.experiment import (
+    EXPERIMENT,
+    NONE,
+    BatchResult,
+    BlockError,
+    EffectGroup,
+    ExperimentWriter,
+    TreatmentKey,
+    experiment_files,
+)
 from binade.data.run.losses import first_step
-from binade.data.run.parity_results import ALL, GroupGap, Parity, ParityStep, read_parity
+from binade.data.run.parity_results import ALL, CHANGE, DIVERGENCE, TRAINER, Parity, ParityStep, read_parity
 from binade.data.run.verify import verify
 from binade.data.words.filter import Filter
 from tests.app import roots
@@ -48,24 +58,28 @@ def policies(size: float, seed: int = 0) -> Policies:
 STEPS = [policies(0.1 * step, step) for step in (1, 2, 3)]
 
 
-def group(layer: int, module: str, pair: Policies) -> GroupGap:
+def gap(key: TreatmentKey, pair: Policies) -> Measured:
     changes = tuple(pair.means(np.abs(pair.d)).tolist())
-    return GroupGap("linear", layer, module, "", True, changes, tuple(x / 10 for x in changes))
+    divergences = () if key.base == TRAINER else tuple(x / 10 for x in changes)
+    return Measured(key, changes, divergences, of_change=CHANGE, of_divergence=DIVERGENCE)
+
+
+def group(layer: int, module: str, pair: Policies) -> Measured:
+    return gap(TreatmentKey("mxfp4", "", EffectGroup("linear", layer, module), base=NONE), pair)
 
 
 def of_recipes() -> Parity:
     whole = policies(0.4)
-    changes = tuple(whole.means(np.abs(whole.d)).tolist())
     gaps = [group(layer, module, policies(size, layer)) for layer, module, size in ((2, "fc1", 0.3), (1, "fc1", 0.03))]
-    gaps.insert(0, GroupGap("", None, None, "", True, changes, tuple(x / 10 for x in changes)))
+    gaps.insert(0, gap(TreatmentKey("mxfp4", base=NONE), whole))
     return Parity("mxfp4", "bf16", "", (ParityStep.of(ALL, whole),), tuple(gaps))
 
 
 def of_dumps() -> Parity:
     kept = [ParityStep.of(str(step), pair) for step, pair in enumerate(STEPS, 10)]
     whole = joined(STEPS)
-    gap = GroupGap("", None, None, "", True, tuple(whole.means(np.abs(whole.d)).tolist()))
-    return Parity("rollout engine", "trainer", "NeMo-RL", (ParityStep.of(ALL, whole), *kept), (gap,))
+    gaps = (gap(TreatmentKey("NeMo-RL", base=TRAINER), whole),)
+    return Parity("rollout engine", "trainer", "NeMo-RL", (ParityStep.of(ALL, whole), *kept), gaps)
 
 
 def saved(root: Path, result: Parity, name: str = "a") -> str:
@@ -74,7 +88,8 @@ def saved(root: Path, result: Parity, name: str = "a") -> str:
 
 def test_what_is_kept_is_what_was_measured(tmp_path: Path):
     endless = Policies.of(np.array([-1.0, -800.0]), np.array([-800.0, -1.0]), np.ones(2), np.zeros(2))
-    result = Parity("a", "b", "", (ParityStep.of(ALL, endless),), (GroupGap("", None, None, "", True, (799.0,)),))
+    found = gap(TreatmentKey("a", base=TreatmentKey("b")), endless)._replace(divergences=())
+    result = Parity("a", "b", "", (ParityStep.of(ALL, endless),), (found,))
     run_id = save_parity(tmp_path, "parity", {"measures": {}}, result, [endless])
     found = read_parity(tmp_path / run_id)
     assert found == result and np.inf in [value.over_tokens for value in found.steps[0].values]
@@ -113,7 +128,7 @@ def test_the_quantities_of_tokens_are_in_a_table(tmp_path: Path):
     saved(tmp_path, result)
     with Catalog.open(tmp_path) as catalog:
         shown = drawn(COST, catalog)
-    values = {value.name: value for value in result.steps[0].values}
+    values = {value.measure.name: value for value in result.steps[0].values}
     table = shown.tables["quantities"].set_index("name")
     assert set(table.index) == set(values)
     assert float(table.loc["abs_logprob", "over_tokens"]) == pytest.approx(values["abs_logprob"].over_tokens, rel=1e-2)
@@ -126,7 +141,9 @@ def test_dumps_have_a_chart_by_step(tmp_path: Path):
         shown = drawn(COST, catalog, quantity="abs_prob")
     steps = shown.get("cost_steps")
     assert steps.table["step"].tolist() == ["10", "11", "12"] and "probability" in steps.title
-    expected = [next(each.over_tokens for each in step.values if each.name == "abs_prob") for step in result.steps[1:]]
+    expected = [
+        next(each.over_tokens for each in step.values if each.measure.name == "abs_prob") for step in result.steps[1:]
+    ]
     assert steps.table["value"].tolist() == expected
     assert shown.get("cost") is None and "NeMo-RL" in steps.caption
 
@@ -172,6 +189,30 @@ def test_measurements_are_those_of_the_filters_runs(tmp_path: Path):
         assert drawn(COST, catalog, Filter(run_id=[third])).problems == (NOTHING_OF_FILTER,)
         chosen = next(iter(of))
         assert chosen in titles(catalog, [chosen])
+
+
+def test_own_and_inherited_errors_are_two_lines_over_depth(tmp_path: Path):
+    """Against numpy. Layer 2 has the largest own error in every sequence; layer 1 passes nothing on."""
+    random = np.random.default_rng(0)
+    own = np.array([0.01, 0.05, 0.01]) + random.uniform(0, 1e-3, (SEQUENCES, 3))
+    errors = np.sqrt((own**2).cumsum(1))
+    run = RunWriter.create(tmp_path, "measure", {"model": "mine", "kind": EXPERIMENT})
+    losses = tuple(random.normal(3, 1, SEQUENCES))
+    blocks = tuple(tuple(map(BlockError, (1, 2, 3), *pair)) for pair in zip(errors, own, strict=True))
+    writer, key = ExperimentWriter(run.directory), TreatmentKey("mxfp4", "", EffectGroup("linear"), base=NONE)
+    for each in (NONE, key):
+        writer.add(BatchResult(each, 0, losses, (9,) * SEQUENCES, blocks=blocks if each.base else ()))
+    run.finish(DONE)
+    with Catalog.open(tmp_path) as catalog:
+        shown = drawn(COST, catalog)
+    table = shown.get("cost_blocks").table.set_index(["group", "layer"])
+    for name, values in (("linear in mxfp4", errors), ("linear in mxfp4, own", own)):
+        for layer in (1, 2, 3):
+            row, column = table.loc[name, layer], 100 * values[:, layer - 1]
+            low, high = stats.t.interval(0.95, SEQUENCES - 1, column.mean(), stats.sem(column))
+            assert (row["value"], row["low"], row["high"]) == pytest.approx((column.mean(), low, high))
+    assert "The largest own error with linear in mxfp4 is that of layer2" in shown.verdict
+    assert f"the output of the last block has an error of {100 * errors[:, 2].mean():.3g}%" in shown.verdict
 
 
 def test_routers_have_a_table_and_a_sentence_says_what_replayed_routes_change(tmp_path: Path):

@@ -13,9 +13,10 @@ from streamlit.testing.v1 import AppTest
 from binade.app.questions.runs.table import data_of
 from binade.app.questions.shared.runs import matching
 from binade.data.index.catalog import Catalog
-from binade.data.run.held_out import HeldOut, append_held_out
+from binade.data.run.evaluations import HeldOut
 from binade.data.words.filter import Filter
 from tests.data.builder import make_run
+from tests.data.experiments import add_evaluations
 
 NO_FILTER = Filter()
 
@@ -47,7 +48,7 @@ def test_branches_are_listed_and_compared_on_held_out_sequences(visit: Callable[
             run.append_loss(line | ({"first": first} if step == start else {}))
         for step in range(start, 5):
             losses = tuple(5.0 + sequence + gap * (1 + sequence / 100) for sequence in range(8))
-            append_held_out(run.directory, HeldOut(step, losses, "held out", 1000 * (step + 1)))
+            add_evaluations(run.directory, HeldOut(step, losses, "held out", 1000 * (step + 1)))
     with Catalog.open(tmp_path) as opened:
         cells = cells_of(opened)[mxfp4.run_id]
     assert cells["branch"] == [f"{parent.run_id} from iteration 2"] and cells["gap"][1] == pytest.approx(0.25)

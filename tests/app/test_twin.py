@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
+import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -17,10 +17,12 @@ from binade.app.measures.twin_step import of_step
 from binade.app.questions.map.question import MAP
 from binade.data.index.catalog import Catalog
 from binade.data.run.directory import list_runs
-from binade.data.run.twin import GradientTwin, Twin, append_twin, read_twins
+from binade.data.run.evaluations import GradientTwin, Twin, read_twins
+from binade.data.run.experiment import EXPERIMENT
 from binade.data.words.filter import Filter
 from tests.app.planted import drawn
 from tests.data.builder import make_run
+from tests.data.experiments import add_evaluations
 
 SMALL = (
     "--micro-batch-size",
@@ -55,7 +57,7 @@ def answer(root: Path, *steps: Twin, **query: str) -> Drawn:
     tensors = [(torch.randn(32, 64), made | {"layer_index": at, "module": module}) for at, module in places]
     run = make_run(root, tensors)
     for each in steps:
-        append_twin(run.directory, each)
+        add_evaluations(run.directory, each)
     with Catalog.open(root) as catalog:
         return drawn(MAP, catalog, Filter(), **{"metric": "twin_bias"} | query)
 
@@ -117,7 +119,7 @@ def test_the_iteration_is_that_of_the_map_else_the_last(tmp_path: Path):
         tmp_path, [(torch.randn(32, 64), {"layer_index": 1, "module": "fc1", "iteration": at}) for at in (0, 3)]
     )
     for iteration, bias in ((0, 0.1), (3, 0.2), (7, 0.3)):
-        append_twin(run.directory, step(gradient(1, "fc1", bias), iteration=iteration))
+        add_evaluations(run.directory, step(gradient(1, "fc1", bias), iteration=iteration))
     with Catalog.open(tmp_path) as catalog:
         for at, bias in ((0, 0.1), (3, 0.2)):
             found = drawn(MAP, catalog, Filter(iteration=(at,)), metric="twin_bias")
@@ -127,8 +129,8 @@ def test_the_iteration_is_that_of_the_map_else_the_last(tmp_path: Path):
         assert dict(zip(every["iteration"], every["value"], strict=True)) == {0: 0.1, 3: 0.2}  # 7 has no tensors
         of_cell = drawn(MAP, catalog, metric="twin_bias", across="iteration", cell="wgrad/fc1/grad_weight/0")
         assert "iteration 0" in next(item.title for item in of_cell.items if item.name == "twin")
-    (run.directory / "twin.jsonl").unlink()
-    append_twin(run.directory, step(gradient(1, "fc1", 0.3), iteration=7))
+    shutil.rmtree(run.directory / EXPERIMENT)
+    add_evaluations(run.directory, step(gradient(1, "fc1", 0.3), iteration=7))
     with Catalog.open(tmp_path) as catalog:
         assert values(drawn(MAP, catalog, metric="twin_bias")) == {(1, "fc1"): 0.3}
 
@@ -138,7 +140,7 @@ def test_experts_together_have_their_median(tmp_path: Path):
     run = make_run(tmp_path, [(torch.randn(32, 64), place) for place in places])
     rows = [replace(gradient(1, "fc1", 0.1 * (1 + n)), expert=n, name=f"fc1.{n}.weight") for n in range(3)]
     rows.append(replace(gradient(1, "fc1", 0.9), expert=1, name="fc1.1.bias"))  # no operand of a GEMM
-    append_twin(run.directory, step(*rows))
+    add_evaluations(run.directory, step(*rows))
     with Catalog.open(tmp_path) as catalog:
         ids = catalog.tensors(order_by="expert")["tensor_id"].tolist()
         (cell,) = drawn(MAP, catalog, metric="twin_bias").get("map").table.to_dict("records")
@@ -178,7 +180,8 @@ def test_a_pass_that_overflows_is_reported(tmp_path: Path):
 def test_a_real_run(command: Callable[..., int], tmp_path: Path, recipe: str):
     assert command("run", *SMALL, "--quantization", recipe, "--twin", "4") == 0
     ((run,), _) = list_runs(tmp_path / "runs")
-    record = json.loads((run.directory / "twin.jsonl").read_text())
+    (twin,) = read_twins(run.directory)
+    record = asdict(twin)
     with Catalog.open(tmp_path / "runs") as catalog:
         found = drawn(MAP, catalog, metric="twin_bias")
     whole, *rows = record["gradients"]
@@ -199,4 +202,3 @@ def test_a_real_run(command: Callable[..., int], tmp_path: Path, recipe: str):
     cells = {(row["layer_index"], row["module"]): row["bias_corrected"] for row in rows if row["module"]}
     shown = values(found)
     assert shown == pytest.approx({place: cells[place] for place in shown}) and len(shown) == 8
-    assert [step.iteration for step in read_twins(run.directory)] == [record["iteration"]]

@@ -8,10 +8,20 @@ from __future__ import annotations
 
 import argparse
 
-from tests.data.null_cases import leaves, names_gap, names_slope, names_trend, share
+from tests.data.null_cases import (
+    leaves,
+    misses_effect,
+    names_gap,
+    names_largest,
+    names_slope,
+    names_trend,
+    power,
+    share,
+)
 
 DEVIATIONS = (0.0, 0.004, 0.008, 0.015)
 AUTOCORRELATIONS = (0.0, 0.5, 0.8, 0.9)
+SEQUENCES = (4, 8, 16, 32)
 OF_GAPS = (0.0, 0.5, 0.9, 1.0)  # of successive gaps; 1: a random walk
 
 
@@ -37,6 +47,19 @@ def main() -> None:
         for gap in (0.02, 0.05, 0.1):
             found = [share(cases, leaves, seeds, pairs, phi, gap) for phi in OF_GAPS]
             rows.append((f"found: a gap of {gap / 0.01:g} deviations, {what}", "the same", found))
+    for skewed in (False, True):
+        of = "skewed" if skewed else "normal"
+        found = [share(cases, misses_effect, sequences, skewed) for sequences in SEQUENCES]
+        rows.append((f"the interval of an effect misses it, {of} noise", f"sequences {SEQUENCES}", found))
+        for groups in (2, 8):
+            found = [share(cases, names_largest, groups, sequences, 0.0, skewed) for sequences in SEQUENCES]
+            rows.append((f"largest effect of {groups} alike, {of} noise", f"sequences {SEQUENCES}", found))
+    for groups in (2, 8):
+        for gap in (1.0, 2.0):
+            found = [share(cases, names_largest, groups, sequences, gap) for sequences in SEQUENCES]
+            rows.append((f"found: the largest of {groups} by {gap:g} deviations", f"sequences {SEQUENCES}", found))
+            expected = [round(power(groups, sequences, gap), 1) for sequences in SEQUENCES]
+            rows.append(("the power of these tests, by scipy", "the same", expected))
     for sentence, over, found in rows:
         print(f"{sentence:<72} {over:<42} {', '.join(f'{value:g}' for value in found)}")
 

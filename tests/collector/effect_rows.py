@@ -16,7 +16,7 @@ def effect(text: str, group: EffectGroup, changes: list[float], divergence: floa
     """divergence: of each sequence; None if it was not measured."""
     divergences = () if divergence is None else (divergence,) * len(changes)
     key = TreatmentKey(text, "", group, base=NONE)
-    return Measured(key, (2.0,) * len(changes), tuple(changes), divergences, 1.0)
+    return Measured(key, tuple(changes), divergences, (2.0,) * len(changes), 1.0)
 
 
 def random_effects(

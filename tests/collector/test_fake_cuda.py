@@ -36,7 +36,7 @@ ALLOWED = {
     ("collector/capture/evaluation.py", "sequence_losses"): "an evaluation or a measurement, which trains nothing",
     ("collector/capture/recorder.py", "valid"): "once per micro-batch, for a mask that the user gives on a GPU",
     ("collector/capture/valid.py", "rows"): "of a mask on the host",
-    ("collector/capture/twin.py", "_pass"): "a twin step, which the user asks for and which trains nothing",
+    ("collector/capture/evaluations.py", "_pass"): "a twin step, which the user asks for and which trains nothing",
     ("quant/later.py", "__call__"): "of a result that was not fetched with others",
     ("quant/later.py", "copied"): "on the thread that writes",
     ("quant/metrics.py", "_measured"): "of what a CPU measured",

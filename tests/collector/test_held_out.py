@@ -25,8 +25,8 @@ from binade.collector.training.loop import open_stream
 from binade.collector.training.plan import Plan, plan
 from binade.data.compare.difference import difference
 from binade.data.run.directory import RunInfo, list_runs
+from binade.data.run.evaluations import read_held_out
 from binade.data.run.experiment import read_results
-from binade.data.run.held_out import read_held_out
 from binade.data.run.verify import verify
 from tests.collector.forked import run_forked
 from tests.collector.test_resume import SMALL, run
@@ -154,8 +154,8 @@ def test_a_killed_run_has_the_same_evaluations(root: Path, tmp_path: Path):
     (killed,) = runs_of(tmp_path)
     assert run(tmp_path, "--resume", killed.run_id) == 0
     assert read_held_out(killed.directory) == read_held_out(runs_of(root)[1].directory)
-    lines = (killed.directory / "held_out.jsonl").read_text().splitlines()
-    assert len(lines) == 3 and not verify(tmp_path, (), print).damaged
+    assert [each.iteration for each in read_results(killed.directory) if each.key.base] == [0, 2, 4]
+    assert not verify(tmp_path, (), print).damaged
 
 
 def test_they_are_compared_sequence_by_sequence(root: Path, capsys: pytest.CaptureFixture[str]):

@@ -14,10 +14,19 @@ import pytest
 from binade.collector.cli.jobs import add_line
 from binade.collector.errors import ConfigError
 from binade.data.compare.difference import difference
-from binade.data.run.directory import CHECKPOINTS, CRASHED, DONE, FAILED, RunInfo, list_runs, read_run, write_run_file
+from binade.data.run.directory import (
+    CHECKPOINTS,
+    CRASHED,
+    DONE,
+    FAILED,
+    RunInfo,
+    list_runs,
+    read_run,
+    write_run_file,
+)
+from binade.data.run.evaluations import read_twins
 from binade.data.run.json_files import write_json
 from binade.data.run.losses import read_losses
-from binade.data.run.twin import read_twins
 from binade.data.run.verify import verify
 from tests.collector.forked import run_forked
 

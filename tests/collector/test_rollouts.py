@@ -224,7 +224,7 @@ def test_saved_dumps_are_a_run(command, tmp_path: Path, capsys):
     found = read_parity(run.directory)
     assert (found.tool, [step.name for step in found.steps]) == ("NeMo-RL", ["all", "12", "13"])
     d = np.concatenate([np.subtract(t, r)[np.array(m) > 0] for r, t, m in zip(ROLLOUT, TRAINING, MASK, strict=True)])
-    values = {value.name: value.over_tokens for value in found.steps[1].values}
+    values = {value.measure.name: value.over_tokens for value in found.steps[1].values}
     assert (values["k1"], values["k2"]) == pytest.approx((-d.mean(), (d**2 / 2).mean()))
     assert np.mean(found.gaps[0].changes) == pytest.approx(
         np.mean(

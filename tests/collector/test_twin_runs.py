@@ -10,8 +10,8 @@ import torch
 
 from binade.data.index.catalog import Catalog
 from binade.data.run.directory import RunInfo
+from binade.data.run.evaluations import has_twins, read_twins
 from binade.data.run.losses import read_losses
-from binade.data.run.twin import read_twins
 from binade.data.words.filter import Filter
 
 pytestmark = pytest.mark.slow
@@ -33,7 +33,7 @@ def test_training_stays_equal_to_the_bit(collect: Callable[..., RunInfo], recipe
     ]
     assert plain.status.tensors == twin.status.tensors > 0
     found = read_twins(twin.directory)
-    assert [each.iteration for each in found] == [0, 2] and not (plain.directory / "twin.jsonl").exists()
+    assert [each.iteration for each in found] == [0, 2] and not has_twins(plain.directory)
     passes = 3 if recipe == STOCHASTIC else 1
     assert all(len(each.changes) == passes and each.draws == (passes > 1) for each in found)
 

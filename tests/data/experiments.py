@@ -12,7 +12,8 @@ import numpy as np
 from binade.data.compare.parity import Policies
 from binade.data.compare.routing import Routing
 from binade.data.run.continued import continued_run
-from binade.data.run.directory import DONE
+from binade.data.run.directory import DONE, read_run
+from binade.data.run.evaluations import HeldOut, Twin, add_held_out, add_twin, own_recipe
 from binade.data.run.experiment import (
     EXPERIMENT,
     NONE,
@@ -50,6 +51,16 @@ class Effect:
         return TreatmentKey(self.format, self.recipe_sha256, group, base=NONE)
 
 
+def add_evaluations(directory: Path, *evaluations: HeldOut | Twin, exact: Sequence[float] = ()) -> None:
+    """Add what a run has evaluated while it trained. exact: the losses of held-out sequences without the recipe."""
+    writer, recipe = ExperimentWriter(directory), own_recipe(read_run(directory).config)
+    for each in evaluations:
+        if isinstance(each, Twin):
+            add_twin(writer, recipe, each)
+        else:
+            add_held_out(writer, recipe, each, exact)
+
+
 def append_effect(directory: Path, effect: Effect) -> None:
     """Add the result of an effect to a run, and that of its base if it has none."""
     writer, tokens = ExperimentWriter(directory), (None,) * len(effect.exact)
@@ -77,7 +88,7 @@ def save_parity(
             writer.add(_result(base, batch, _split(pair, pair.training), (), routes))
             writer.add(_result(key, batch, _split(pair, pair.rollout), gap.divergences))
         for each in result.gaps[1:]:
-            key = TreatmentKey(text, "", each.group, each.operand, each.is_whole, base=base)
+            key = TreatmentKey(text, "", each.group, each.key.operand, each.key.is_whole, base=base)
             writer.add(_result(key, 0, _moved(_split(steps[0], steps[0].training), each.changes), each.divergences))
         if result.routing:
             _add_routing(writer, base, text, steps[0], result.routing)

@@ -203,10 +203,14 @@ def test_lines_of_an_earlier_version_with_several_bases_are_kept(tmp_path: Path,
         effect = line | {"format": text, "exact": exact, "losses": [x + 0.5 for x in exact]}
         append_line(run.directory / "effects.jsonl", json.dumps(effect).encode())
     run.finish(DONE)
+    other = RunWriter.create(tmp_path, "sound", {"model": "other", "kind": "measure"})  # is converted after it
+    append_line(other.directory / "effects.jsonl", json.dumps(effect).encode())
+    other.finish(DONE)
     before = (run.directory / "effects.jsonl").read_bytes()
     assert main(["verify", str(tmp_path), "--convert"]) == 1
-    said = capsys.readouterr().err
-    assert "lines of batch 0 have different losses without rounding" in said and said.count("\n") == 1
+    said = capsys.readouterr().out
+    assert f"not converted: {run.run_id}: lines of batch 0 of its effects.jsonl have different losses" in said
+    assert f"converted: {other.run_id}" in said.splitlines()
     assert (run.directory / "effects.jsonl").read_bytes() == before and not (run.directory / EXPERIMENT).exists()
     (run.directory / "effects.jsonl").write_bytes(b"".join(before.splitlines(keepends=True)[:2]))
     assert main(["verify", str(tmp_path), "--convert"]) == 0

@@ -1,25 +1,16 @@
-"""Held-out evaluations on disk, and paired differences against scipy."""
+"""Held-out gaps: paired differences against scipy."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 from scipy.stats import linregress, ttest_1samp, ttest_rel
 
-from binade.data.run.directory import RunError
-from binade.data.run.held_out import (
-    HeldOut,
-    append_held_out,
-    check_held_out,
-    differences,
-    held_out_gap,
-    pairs_of,
-    read_held_out,
-)
+from binade.data.compare.held_out import differences, held_out_gap, pairs_of
+from binade.data.run.evaluations import HeldOut
 
 TOKENS = {0: 1000, 10: 3000, 20: 5000, 40: 9000}
 
@@ -83,19 +74,3 @@ def test_what_has_no_pair():
     same = {"a": 39, "b": 39}
     assert [list(each) for each in pairs_of(table, ["a", "b", "c"], every, same)] == [list(TOKENS), [], []]
     assert [list(each) for each in pairs_of(table, ["a"], every, {"a": 38})] == [[0, 10, 20]]  # then it read other data
-
-
-def test_a_file_of_evaluations(tmp_path: Path):
-    assert read_held_out(tmp_path) == {}
-    first, again, later = HeldOut(0, (1.0, 2.0), "a"), HeldOut(0, (1.5, 2.0), "a", 64), HeldOut(8, (1.0, 1.5), "a")
-    for each in (first, later, again):
-        append_held_out(tmp_path, each)
-    assert read_held_out(tmp_path) == {0: again, 8: later}
-    check_held_out(tmp_path)
-    content = (tmp_path / "held_out.jsonl").read_bytes()
-    (tmp_path / "held_out.jsonl").write_bytes(content[:-20])  # cut short by a crash
-    check_held_out(tmp_path)
-    assert read_held_out(tmp_path) == {0: first, 8: later}
-    (tmp_path / "held_out.jsonl").write_bytes(content.replace(b"1.5", b"1.4", 1))
-    with pytest.raises(RunError, match="line 2 of its held_out"):
-        check_held_out(tmp_path)

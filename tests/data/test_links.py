@@ -26,14 +26,13 @@ from binade.data.run.directory import (
     read_notes,
     read_run,
 )
+from binade.data.run.evaluations import read_held_out, read_twins
 from binade.data.run.events import EVENT as EVENTS
 from binade.data.run.events import Event, EventKind, append_event, read_events
 from binade.data.run.experiment import read_results
-from binade.data.run.held_out import read_held_out
 from binade.data.run.losses import LOSS, first_step, read_losses
 from binade.data.run.records import append_record, read_records
 from binade.data.run.store import append_to
-from binade.data.run.twin import read_twins
 from binade.data.run.verify import verify
 from tests.data.builder import assorted, make_run
 

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
-from tests.data.null_cases import held_out, names_gap, names_slope, names_trend, share
+from tests.data.null_cases import (
+    held_out,
+    misses_effect,
+    names_gap,
+    names_largest,
+    names_slope,
+    names_trend,
+    power,
+    share,
+)
 
 
 @pytest.mark.parametrize("deviation", [0.0, 0.008, 0.015])
@@ -37,3 +48,15 @@ def test_no_trend_is_named_in_autocorrelated_values(points: int, phi: float):
 @pytest.mark.parametrize(("points", "fall"), [(12, 24.0), (40, 12.0), (400, 6.0)])
 def test_a_planted_trend_is_named(points: int, fall: float):
     assert share(20, names_trend, points, 0.0, fall) == 100
+
+
+def test_no_effect_is_named_the_largest_of_equal_ones():
+    assert share(60, names_largest, 2, 8) <= 10 and share(60, names_largest, 8, 8) <= 10
+    assert share(60, misses_effect, 8) <= 10
+
+
+@pytest.mark.parametrize(("groups", "sequences", "gap"), [(2, 8, 2.0), (8, 16, 2.0)])
+def test_a_planted_effect_is_named_as_often_as_the_power_says(groups: int, sequences: int, gap: float):
+    expected = power(groups, sequences, gap, 500)
+    deviation = 100 * math.sqrt(expected / 100 * (1 - expected / 100) / 60)
+    assert abs(share(60, names_largest, groups, sequences, gap) - expected) <= 3 * deviation + 2

@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy import special, stats
 
-from binade.data.compare.parity import Policies, joined, quantities
+from binade.data.compare.parity import MEASURES, Policies, joined, quantities
 
 SHAPE = (5, 40)
 
@@ -190,3 +190,8 @@ def test_an_overflow_is_infinite():
 def test_wrong_input(given, named):
     with pytest.raises(ValueError, match=named):
         Policies.of(*given)
+
+
+def test_every_quantity_has_a_measure():
+    names = [row.measure.name for row in quantities(Policies.of([-1.0], [-1.5], [1], [0]))]
+    assert list(MEASURES) == names

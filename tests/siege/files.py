@@ -26,7 +26,6 @@ from binade.collector.jobs.processes import Process, host
 from binade.data.run.directory import boot, list_runs
 from binade.data.run.events import Event, EventKind, append_event
 from binade.data.run.json_files import write_json
-from binade.data.run.twin import GradientTwin, Twin, append_twin
 from tests.app import roots
 from tests.app.conftest import close_pages, open_page
 from tests.siege.attack import Attempt, attack, check_sentence
@@ -267,7 +266,7 @@ def damaged_runs(attempt: Attempt) -> None:
     for other in others:  # a batch is one process: only the first run is this job's
         roots.change_status(other, pid=1 << 22)
     append_event(run, Event(EventKind.TRIGGER, 0, "absmax is 9", started, place="layer1.fc1 input", order=1))
-    append_twin(run, Twin(0, 5.0, (0.1,), False, (GradientTwin("step", None, None, None, 1.0, 0.1),)))
+    shutil.copy(Path(__file__).parents[1] / "data" / "former" / "twin.jsonl", run)
     done = damage(run / name, how, attempt.random)
     attempt.case = f"{name}: {done}"
     found, refused = list_runs(root)

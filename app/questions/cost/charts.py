@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pandas as pd
 
 from binade.app.draw import plot, style
@@ -30,6 +32,21 @@ def ranking(table: pd.DataFrame, measure: Measure, subtitle: str) -> Chart:
 
 def ranking_height(table: pd.DataFrame) -> int:
     return 130 + max(22, 10 * table["treatment"].nunique() + 4) * table["group"].nunique()
+
+
+def blocks(table: pd.DataFrame, names: Sequence[str], own: str, subtitle: str) -> Chart:
+    """The errors of blocks over depth, as of `compute.block_table`: two lines of a color, the own errors dashed.
+    names: what is rounded; own: what the names of own errors end with."""
+    colors = zip(names, style.colors(list(names), "format"), strict=True)
+    looks = {f"{name}{end}": (color, nth) for name, color in colors for nth, end in enumerate(("", own))}
+    x = plot.x("layer", "block", {"tickMinStep": 1, "format": "d"}, zero=False, nice=False, padding=16)
+    color = style.color(list(looks), "line", line=True, own=looks)
+    lines = plot.mark(
+        "line", table, point=30, x=x, y=plot.y("value", "error of the output (%)"), color=color,
+        strokeDash=style.dash(list(looks), "line", own=looks),
+        tips=plot.tips(group="line", layer="block", text="error"),
+    )  # fmt: skip
+    return plot.layers("Error of the blocks’ outputs", subtitle, plot.intervals(table, "low", "high", x=x), lines)
 
 
 def steps(table: pd.DataFrame, measure: Measure, subtitle: str) -> Chart:

@@ -56,7 +56,7 @@ def show(opened: Catalog, view: View, reading: Reading) -> Scope | None:
 def _with_effects(opened: Catalog, reading: Reading) -> str:
     """The measurement that is shown; "" if it has no effects on the loss."""
     run_id: str = reading.values["measured"]
-    measured = compute.measurement_of(opened, run_id) if run_id else ""
+    measured = compute.measurement_of(opened.root, run_id) if run_id else ""
     return run_id if isinstance(measured, compute.MeasuredCosts) and not measured.parity else ""
 
 
@@ -85,10 +85,12 @@ def _measure(opened: Catalog, trained: dict[str, Plan], view: View) -> None:
     texts = columns[1].text_input("Formats or recipes", "mxfp4,nvfp4,mxfp8", key="cost_formats")
     by = columns[2].multiselect("Groups", [*GROUPS, "part"], ["part", "site"], key="cost_by")
     sequences = int(columns[3].number_input("Sequences", 2, 10_000, 8, key="cost_sequences"))
+    blocks = columns[3].checkbox("Blocks", key="cost_blocks", help="Own and inherited errors of the blocks’ outputs")
     formats = tuple(filter(None, map(str.strip, texts.split(","))))
     if not (formats and by):
         return
     command = ["measure", run_id, "--formats", ",".join(formats), "--by", ",".join(by), "--sequences", str(sequences)]
+    command += ["--blocks"] if blocks else []
     where = f"--tensor-save-dir {shlex.quote(str(opened.root))}"
     st.code(f"{shlex.join(['binade', *command])} {where}", language="shell", wrap_lines=True)
     if read_only():

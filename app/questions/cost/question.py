@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from binade.app.view.params import One
 from binade.data.compare import evidence
 from binade.data.compare.parity import MEASURES
 from binade.data.compare.routing import FLIPS, LEGEND
+from binade.data.run.block_errors import ERROR, BlockErrors, block_sentence
 from binade.data.run.parity_results import Parity, routing_findings
 from binade.data.words.filter import Filter
 from binade.data.words.text import counted
@@ -37,6 +38,10 @@ NOTE = (
 NOTE_OF_PARITY = (
     "In each row, one group of products is rounded as for the rollout and everything else as for training. Changes of "
     "groups do not add up."
+)
+NOTE_OF_BLOCKS = (
+    "A block whose own error is small passes on the error of the blocks before. Where the dashed line is high, an "
+    "error begins."
 )
 AVERAGES = (
     "d = log π_T − log π_R of each token, ρ = e^d; R: rollout, T: training. Tokens: the mean over all tokens; "
@@ -101,7 +106,7 @@ def _controls(selection: Selection, values: dict[str, Any]) -> Iterable[Control]
     if not titles:
         return []
     shown = [replace(MEASURED, options=list(titles), titles=titles)]
-    measured = compute.measurement_of(selection.opened, _chosen(titles, values))
+    measured = compute.measurement_of(selection.opened.root, _chosen(titles, values))
     if isinstance(measured, MeasuredCosts):
         if len(measured.kinds) > 1:
             shown.append(replace(GROUPS, options=measured.kinds))
@@ -120,7 +125,7 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     if not titles:
         return Drawn(problems=(NOTHING_OF_FILTER if values["measured"] else NOTHING,))
     run_id = _chosen(titles, values)
-    measured = compute.measurement_of(selection.opened, run_id)
+    measured = compute.measurement_of(selection.opened.root, run_id)
     if isinstance(measured, str):
         return Drawn(problems=(measured,))
     kind = values["groups"] if values["groups"] in measured.kinds else next(iter(measured.kinds), "")
@@ -133,17 +138,20 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
         if parity.gaps[0].divergences:
             said.append(evidence.say("KL(R‖T) is {divergence}.", divergence=parity.gaps[0].divergence))
         said += routing_findings(parity.gaps[0], parity.routing) if parity.routing else []
+    if measured.blocks:
+        items.append(_blocks(measured.blocks, run_id))
+        said += [block_sentence(name, own) for name, own in list(measured.blocks.items())[: compute.MOST_NAMED]]
     scope = Scope(Filter(run_id=(run_id,)), counts, len(titles))
     return Drawn(tuple(items), evidence.together(*said), scope=scope)
 
 
 def _groups(measured: MeasuredCosts, kind: str) -> list[Item]:
     """The chart and the table of the groups of a granularity, below all that is rounded."""
-    whole = [cost for cost in measured.whole if cost.kind != kind]
+    whole = [cost for cost in measured.whole if cost.group.kind != kind]
     groups = sorted(measured.of_kind(kind), key=lambda cost: -abs(cost.change.value))
     if not groups:
         return []
-    table = compute.table([*whole, *groups])
+    table = compute.table(measured, [*whole, *groups])
     names = table["group"].unique()
     drawn = table[table["group"].isin(names[: charts.GROUPS])]
     shown = (
@@ -159,6 +167,14 @@ def _groups(measured: MeasuredCosts, kind: str) -> list[Item]:
         Figure("cost", chart, drawn, caption, note=NOTE_OF_PARITY if measured.parity else NOTE, height=height),
         Table("cost", listed, COLUMNS, height=min(38 + 35 * len(table), 420)),
     ]
+
+
+def _blocks(blocks: Mapping[str, Sequence[BlockErrors]], run_id: str) -> Item:
+    """Own and inherited errors over depth."""
+    shown = compute.block_table(blocks)
+    chart = charts.blocks(shown, list(blocks), compute.OWN, "dashed: with the inputs of the pass without rounding")
+    caption = f"Data: {', '.join(blocks)}, {run_id}.\n{ERROR.title}: {ERROR.definition}. {INTERVAL}."
+    return Figure("cost_blocks", chart, shown, caption, note=NOTE_OF_BLOCKS, height=340)
 
 
 def _parity(parity: Parity, quantity: str, run_id: str) -> list[Item]:

@@ -14,7 +14,7 @@ from binade.collector import Recorder, TrainerCallback, Watch, instrument
 from binade.collector.capture.measure import RecorderError
 from binade.collector.errors import ConfigError
 from binade.data.run.directory import RunInfo, read_run
-from binade.data.run.held_out import read_held_out
+from binade.data.run.evaluations import read_held_out
 from binade.data.run.losses import read_losses
 
 pytestmark = pytest.mark.slow

@@ -231,7 +231,7 @@ def test_measured_and_compared_by_layer():
             logits = evaluate(model, given)[0].float()
         expected = [float(F.cross_entropy(x, label)) for x, label in zip(logits, given[1], strict=True)]
         assert list(losses.losses) == expected != list(exact.losses)
-    assert {gap.record.name for gap in found[1:]} == {"qk, key", "pv, value"}
+    assert {gap.measured.name for gap in found[1:]} == {"qk, key", "pv, value"}
 
 
 def test_text_and_schedule():

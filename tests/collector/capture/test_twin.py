@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from binade import quant
 from binade.collector import Recorder, instrument
+from binade.collector.capture.evaluations import _measured
 from binade.collector.capture.recorder import RecorderError
-from binade.collector.capture.twin import _measured
-from binade.data.run.twin import GradientTwin, read_twins
+from binade.data.run.evaluations import GradientTwin, read_twins
 
 WEIGHT = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
 X = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))

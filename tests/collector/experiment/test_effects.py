@@ -15,7 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import binade
 from binade.collector import instrument
 from binade.collector.errors import ConfigError
-from binade.collector.experiment.evaluator import BlockOutputs, evaluator_of
+from binade.collector.experiment.blocks import BlockOutputs
+from binade.collector.experiment.evaluator import evaluator_of
 from binade.collector.experiment.treatments import BY, Treatment, recipes_of, treatments_of
 from binade.collector.models.site import Site
 from binade.collector.recipes.files import from_toml
@@ -105,11 +106,11 @@ def test_kept_outputs_are_bounded():
     x, blocks = torch.zeros(4, 8), BlockOutputs(most=2 * 4 * 8 * 4)
     modules = [nn.Identity() for _ in range(5)]
     for module in modules:
-        blocks.add(module, (x, None))
+        blocks.add(module, (x, None), ((), {}))
     assert list(blocks.before([])) == modules[:2] and blocks.bytes == 256
     blocks.first[Site(2, "fc1"), Product.LINEAR] = 1
     assert list(blocks.before([(Site(2, "fc1"), Product.LINEAR)])) == modules[:1]
-    blocks.add(modules[0], (x, None))
+    blocks.add(modules[0], (x, None), ((), {}))
     assert blocks.before([]) == {}
 
 

@@ -66,9 +66,9 @@ def test_equal_to_two_passes_of_instrument():
     expected = stats.entropy(rollout.double().exp(), training.double().exp(), axis=-1).mean(-1)
     assert whole.divergences == pytest.approx(expected, rel=1e-2, abs=1e-7)
     changes = (rollout - training).gather(-1, batch()[1][..., None])[..., 0].abs().double().mean(1)
-    assert whole.record.changes == pytest.approx(changes.tolist(), rel=1e-4)
+    assert whole.measured.changes == pytest.approx(changes.tolist(), rel=1e-4)
     low, high = stats.t.interval(0.95, len(changes) - 1, changes.mean(), stats.sem(changes))
-    assert (whole.record.change.low, whole.record.change.high) == pytest.approx((low, high), rel=1e-4)
+    assert (whole.measured.change.low, whole.measured.change.high) == pytest.approx((low, high), rel=1e-4)
 
 
 def test_a_group_alone_is_rounded_as_for_the_rollout():
@@ -87,14 +87,14 @@ def test_the_layer_in_mxfp4_is_named_first(training: str):
     whole, first, *others = measured(planted(), parse_recipe(training), "layer")
     assert first.key.group == EffectGroup("linear", 2)
     if training == "bf16":
-        changes = [each.record.changes for each in others]
-        assert len(others) == LAYERS - 1 and max(map(max, changes)) < min(first.record.changes)
+        changes = [each.measured.changes for each in others]
+        assert len(others) == LAYERS - 1 and max(map(max, changes)) < min(first.measured.changes)
     else:  # only that layer differs
-        assert not others and first.record.changes == whole.record.changes
+        assert not others and first.measured.changes == whole.measured.changes
 
 
 def test_one_operand_alone_is_rounded_as_for_the_rollout():
-    found = {gap.record.name: gap for gap in measured(planted(), parse_recipe("linear_nvfp4"), "site", operands=True)}
+    found = {gap.measured.name: gap for gap in measured(planted(), parse_recipe("linear_nvfp4"), "site", operands=True)}
     for operand in ("input", "weight"):
         gap = found[f"layer2 fc1 linear, {operand}"]
         text = f"[linear]\nforward = 'nvfp4'\n[modules.'layer2.fc1']\nforward.{operand} = 'mxfp4'"
@@ -106,7 +106,7 @@ def test_one_operand_alone_is_rounded_as_for_the_rollout():
 def test_a_group_in_which_one_operand_differs_has_its_name():
     text = PLANTED + "[modules.'layer3.fc2']\nforward.weight = 'mxfp4'\n"
     rollout = from_toml(text, "weight")
-    assert {gap.record.name for gap in measured(rollout, planted(), "layer", operands=True)} == {
+    assert {gap.measured.name for gap in measured(rollout, planted(), "layer", operands=True)} == {
         "all, weight",
         "layer3 linear, weight",
     }
@@ -114,7 +114,7 @@ def test_a_group_in_which_one_operand_differs_has_its_name():
 
 def test_operands_that_are_rotated_together_are_changed_together():
     found = measured(parse_recipe("linear_mxfp4(hadamard=32)"), parse_recipe("bf16"), "layer", operands=True)
-    assert {gap.record.name for gap in found} == {"all", *(f"layer{layer} linear" for layer in range(1, LAYERS + 1))}
+    assert {gap.measured.name for gap in found} == {"all", *(f"layer{layer} linear" for layer in range(1, LAYERS + 1))}
 
 
 def test_products_of_attention_are_groups_as_well():
@@ -156,7 +156,7 @@ def test_the_result_is_a_run(command, tmp_path: Path, capsys):
     found = read_parity(run.directory)
     assert (found.rollout, found.training, found.tool) == ("linear_mxfp4", "bf16", "")
     assert found.gaps[0].name == "all" and len(found.gaps) == 3
-    values = {value.name: value for value in found.steps[0].values}
+    values = {value.measure.name: value for value in found.steps[0].values}
     assert values["abs_logprob"].over_sequences == pytest.approx(np.mean(found.gaps[0].changes), rel=1e-12)
     before = experiment_files(run.directory)
     assert command("parity", *options, "--format", "csv") == 0

@@ -29,6 +29,7 @@ from binade.collector.recipes.parse import parse_recipe
 from binade.data.compare import routing as definitions
 from binade.data.compare.routing import Routing
 from binade.data.run.directory import list_runs
+from binade.data.run.experiment import RouterChoices
 from binade.data.run.parity_results import read_parity
 from tests.collector.experiment.policies import routing
 
@@ -219,8 +220,8 @@ def test_planted_flips():
     assert definitions.flips(a, b).tolist() == [[False, False, True, True]]
     assert definitions.recall(a, b).tolist() == [[1.0, 1.0, pytest.approx(2 / 3), 0.0]]
     assert definitions.reorders(a, b).tolist() == [[False, True, False, False]]
-    counts = np.array([[True, True, True, False]])
-    layer = definitions.layer_of(2, "router", 8, a, b, np.array([[0.4, 0.3, 0.1, 9.0]]), counts)
+    training, rollout = (RouterChoices(2, "router", 8, x[0, :3], np.array([0.4, 0.3, 0.1])) for x in (a, b))
+    layer = definitions.layer_of([(training, rollout)])
     assert (layer.flips, layer.reorders) == ((pytest.approx(1 / 3),), (pytest.approx(1 / 3),))
     assert layer.recalls == (pytest.approx(8 / 9),) and (layer.margin, layer.flipped_margin) == (0.3, 0.1)
 

@@ -1,40 +1,85 @@
-"""The twin step: one micro-batch on the same weights, without the recipe and with it, once per rounding seed.
+"""Evaluations of an instrumented model while it trains: held-out sequences, and the twin step.
 
-It separates what rounding does to a gradient now from how far two runs have drifted apart: see data.run.twin.
+A twin step is one micro-batch on the same weights, without the recipe and with it, once per rounding seed. It separates
+what rounding does to a gradient now from how far two runs have drifted apart: see data.run.evaluations.
 
 Nothing changes for training: gradients are computed without accumulating them, buffers and torch's random numbers are
-restored, and the passes draw from seeds of their own and use copies of the scale histories.
+restored, and the passes draw from seeds of their own and use copies of the scale histories. Nothing is recorded.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from binade.collector.capture.adapters.products import tensors_in
 from binade.collector.capture.clock import PassCounter, running_backward, seed_of
+from binade.collector.capture.curves import hash_of
+from binade.collector.capture.evaluation import Evaluate, evaluating, sequence_losses
 from binade.collector.capture.instrumented import Instrumented
 from binade.collector.capture.observer import Hook, part_at
+from binade.collector.errors import ConfigError
 from binade.collector.models.parallel import Call
 from binade.collector.models.site import Site
-from binade.data.run.twin import STEP, GradientTwin, Twin
+from binade.data.run.evaluations import STEP, GradientTwin, HeldOut, Twin
 from binade.quant.gemm import Rounding
 from binade.quant.specs import GemmFormats
 
+SeedOf = Callable[[str, str], int]  # of a product: its site and its name
 
-class Twins:
-    """Runs twin steps of an instrumented model."""
+
+class Evaluations:
+    """Evaluates an instrumented model."""
 
     def __init__(self, instrumented: Instrumented, passes: PassCounter) -> None:
         self.models, self.hooks, self.seed = instrumented.models, instrumented.hooks, instrumented.seed
         self.passes, self.sites_of = passes, instrumented.sites_of
 
-    def __call__(self, loss: Callable[[], Tensor], times: int) -> Twin:
+    def held_out(
+        self, loss: Evaluate, batches: Iterable[Any], iteration: int | None, tokens: int | None, compares: bool
+    ) -> tuple[HeldOut, list[float]]:
+        """(the losses of batches with the recipe, in eval mode; those without it, if `compares`, else none)."""
+        self.passes.advance()
+        at = self.passes.clock.iteration if iteration is None else iteration
+        losses: list[float] = []
+        exact: list[float] = []
+        digest = hashlib.sha256()
+        with torch.no_grad(), ExitStack() as undo:
+            for model in self.models:
+                undo.enter_context(evaluating(model))
+            for number, batch in enumerate(batches):
+                digest.update(hash_of(tensors_in(batch)).encode())
+                with self._aside(at, partial(seed_of, self.seed, "held out", number)):
+                    losses += sequence_losses(loss(self.models[0], batch))
+                if compares:
+                    with self._aside(None):
+                        exact += sequence_losses(loss(self.models[0], batch))
+        if not losses:
+            raise ConfigError("there are no held-out batches: give at least one")
+        return HeldOut(at, tuple(losses), digest.hexdigest(), tokens), exact
+
+    def without_recipe(self, loss: Evaluate, batch: Any) -> tuple[float, ...]:
+        """The losses of a batch in the model's current mode, with the random numbers that the pass which follows has
+        too, such as those of dropout."""
+        self.passes.advance()
+        with torch.no_grad(), self._aside(None):
+            return sequence_losses(loss(self.models[0], batch))
+
+    def rounds(self, iteration: int) -> bool:
+        """Whether a GEMM has a rounded operand in this iteration."""
+        return any(part_at(hook.stages, iteration).formats.quantized for hook in self.hooks)
+
+    def twin(self, loss: Callable[[], Tensor], times: int) -> Twin:
+        """A twin step with so many passes, or one if the recipe draws no random numbers."""
         self.passes.advance()
         iteration = self.passes.clock.iteration
         named = [
@@ -44,16 +89,15 @@ class Twins:
             if p.requires_grad
         ]
         parameters = [p for *_, p in named]
-        formats = {id(hook): part_at(hook.stages, iteration).formats for hook in self.hooks}
-        draws = any(gemm_formats.random for gemm_formats in formats.values())
+        draws = any(part_at(hook.stages, iteration).formats.random for hook in self.hooks)
         passes = times if draws else 1
-        exact, gradients = self._pass(loss, parameters, {}, 0)
+        exact, gradients = self._pass(loss, parameters, None, 0)
         changes: list[float] = []
         means = [torch.zeros_like(g) for g in gradients]
         spread, dots, squares, pairs = (torch.zeros(len(named), passes, dtype=torch.float64) for _ in range(4))
         before = gradients
         for number in range(passes):
-            value, rounded = self._pass(loss, parameters, formats, seed_of(self.seed, "twin", iteration, number))
+            value, rounded = self._pass(loss, parameters, iteration, seed_of(self.seed, "twin", iteration, number))
             changes.append(value - exact)
             for at, (g, q, mean) in enumerate(zip(gradients, rounded, means, strict=True)):
                 apart = q - mean
@@ -86,32 +130,34 @@ class Twins:
         return Twin(iteration, exact, tuple(changes), draws, tuple(rows))
 
     def _pass(
-        self,
-        loss: Callable[[], Tensor],
-        parameters: Sequence[nn.Parameter],
-        formats: Mapping[int, GemmFormats],
-        seed: int,
+        self, loss: Callable[[], Tensor], parameters: Sequence[nn.Parameter], iteration: int | None, seed: int
     ) -> tuple[float, list[Tensor]]:
-        """The loss and the gradients, float32, of one pass; without formats, nothing is rounded."""
-        histories = {id(hook): deepcopy(hook.histories) for hook in self.hooks}
-        scales: dict[int, dict[str, Tensor]] = {}  # of the last forward pass, for one that is computed again
-
-        def begin(hook: Hook) -> Call:
-            used = formats.get(id(hook)) or GemmFormats()
-            if not running_backward():
-                scales[id(hook)] = {}
-            of_hook = seed_of(seed, f"{hook.layer.site.name}.{hook.product.value}")
-            return Call(Rounding(used, hook.backend, of_hook, histories[id(hook)], scales[id(hook)]))
-
-        with ExitStack() as undo:
-            undo.enter_context(torch.random.fork_rng())
-            undo.enter_context(kept(self.models))
-            undo.callback(setattr, self.passes.clock, "twin", None)
-            self.passes.clock.twin = begin
+        """The loss and the gradients, float32, of one pass, rounded as in this iteration; None for no rounding."""
+        with self._aside(iteration, lambda *product: seed_of(seed, ".".join(product))):
             value = loss()
             gradients = torch.autograd.grad(value, list(parameters), allow_unused=True)
         zeros = (torch.zeros_like(p) if g is None else g for g, p in zip(gradients, parameters, strict=True))
         return value.item(), [g.detach().float() for g in zeros]
+
+    @contextmanager
+    def _aside(self, iteration: int | None, seed: SeedOf = lambda *product: 0) -> Iterator[None]:
+        """A context for a pass that leaves no trace in training, rounded as in this iteration; None for no rounding."""
+        histories = {id(hook): deepcopy(hook.histories) for hook in self.hooks}
+        scales: dict[int, dict[str, Tensor]] = {}  # of the last forward pass, for one that is computed again
+
+        def begin(hook: Hook) -> Call:
+            formats = GemmFormats() if iteration is None else part_at(hook.stages, iteration).formats
+            if not running_backward():
+                scales[id(hook)] = {}
+            own_seed = seed(hook.layer.site.name, hook.product.value)
+            return Call(Rounding(formats, hook.backend, own_seed, histories[id(hook)], scales[id(hook)]))
+
+        with torch.random.fork_rng(), kept(self.models):
+            self.passes.clock.twin = begin
+            try:
+                yield
+            finally:
+                self.passes.clock.twin = None
 
 
 @contextmanager

@@ -1,7 +1,7 @@
-"""Held-out evaluations: the loss of each of the same sequences while a run trains. One line per evaluation in a run's
-held_out.jsonl.
+"""Held-out gaps: the losses of the same sequences while two runs train, a reading of their experiments.
 
-Two runs that are compared (data.same_data) have their differences taken sequence by sequence, after as many iterations.
+Two runs that are compared (data.compare.same_data) have their differences taken sequence by sequence, after as many
+iterations.
 """
 
 from __future__ import annotations
@@ -9,68 +9,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-from pydantic import Field
-from pydantic.dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from binade.data.compare import evidence
 from binade.data.compare.evidence import GAP, Estimate, Sentence
-from binade.data.run.directory import Whole, append_line, check_lines, lines_of
-from binade.data.run.json_files import STRICT, adapter_of, parse_json, unsealed
-from binade.data.run.twin import Number
+from binade.data.run.directory import RunError
+from binade.data.run.evaluations import HeldOut, read_held_out
 from binade.data.words.text import counted
 
 if TYPE_CHECKING:
     import pandas as pd
 
-FILE = "held_out.jsonl"
 DOUBLING = replace(GAP, title="Change per doubling", unit="nats per doubling of tokens")
 FEWEST = 3  # evaluations of a slope
-
-
-@dataclass(frozen=True, config=STRICT)
-class HeldOut:
-    """An evaluation with the recipe.
-
-    iteration    how many iterations were trained with the recipe before it
-    losses       of each sequence, in nats per token
-    data_sha256  of the sequences
-    tokens       that were trained before it, warm-up included; None if unknown
-    """
-
-    iteration: Whole
-    losses: Annotated[tuple[Number, ...], Field(min_length=1)]
-    data_sha256: str
-    tokens: Whole | None = None
-
-
-def append_held_out(directory: Path, evaluation: HeldOut) -> None:
-    """Add an evaluation to a run, as its only writer. Raises OSError."""
-    append_line(directory / FILE, adapter_of(HeldOut).dump_json(evaluation))
-
-
-def read_held_out(directory: Path) -> dict[int, HeldOut]:
-    """The evaluations of a run, by iteration, the last one of each. The file is read up to the first line that is
-    damaged or cut short; `check_held_out` raises an error for it. Raises OSError."""
-    evaluations: dict[int, HeldOut] = {}
-    for line in lines_of(directory / FILE):
-        try:
-            evaluation = parse_json(HeldOut, unsealed(line))
-        except ValueError:
-            break
-        evaluations[evaluation.iteration] = evaluation
-    return dict(sorted(evaluations.items()))
-
-
-def check_held_out(directory: Path) -> None:
-    """Raise RunError for a line that is not an evaluation or has a wrong checksum, except for a last line that a crash
-    cut short; OSError."""
-    check_lines(directory / FILE, "held-out evaluation", lambda line: bool(parse_json(HeldOut, line)))
-
-
 Evaluations = Mapping[int, HeldOut]
 Differences = dict[int, tuple[int | None, tuple[float, ...]]]
 
@@ -157,7 +110,7 @@ def evaluations_of(root: Path, run_ids: Iterable[str]) -> dict[str, Evaluations]
     """The evaluations of runs; files that cannot be read are left out."""
     evaluations: dict[str, Evaluations] = {}
     for run_id in run_ids:
-        with suppress(OSError):
+        with suppress(OSError, RunError):
             evaluations[run_id] = read_held_out(root / run_id)
     return evaluations
 
