@@ -37,8 +37,7 @@ from binade.data.run.directory import (
     run_names,
 )
 from binade.data.run.effects import effect_rows
-from binade.data.run.evaluations import FORMER_LINES, check_results
-from binade.data.run.experiment import FORMER, experiment_files
+from binade.data.run.experiment import FORMER, check_experiment, experiment_files
 from binade.data.run.losses import first_step
 from binade.data.run.record_kinds import RECORD_KINDS
 from binade.data.run.records import RecordKind, RecordLines, read_lines
@@ -238,13 +237,12 @@ class Intake:
         except (OSError, ValueError) as error:
             self._skipped.append(f"the name and note of {directory.name} are not shown: {describe(error)}")
             mark = None  # it is reported again next time
-        checks = {"results": check_results}
-        for what, check in checks.items() if run.status.state != RUNNING else ():
-            try:
-                check(directory)
-            except (RunError, OSError) as error:
-                self._skipped.append(f"some {what} of {directory.name} are not shown: {describe(error)}")
-                mark = None
+        try:
+            if run.status.state != RUNNING:
+                check_experiment(directory)
+        except (RunError, OSError) as error:
+            self._skipped.append(f"some results of {directory.name} are not shown: {describe(error)}")
+            mark = None
         return _OnDisk(run, segments, mark)
 
     def _write_runs(self, cursor: duckdb.DuckDBPyConnection, runs: list[RunInfo]) -> set[str]:
@@ -560,7 +558,7 @@ def _mark(directory: str, segments: Iterable[str]) -> tuple[int, ...] | None:
     mark: list[int] = []
     times = []
     names = ["", "run.json", "status.json", "segments", *(f"segments/{name}" for name in segments)]
-    names += [name for name in (*FORMER_LINES, *FORMER) if os.path.exists(f"{directory}/{name}")]
+    names += [name for name in FORMER if os.path.exists(f"{directory}/{name}")]
     names += (name for kind in RECORD_KINDS for name in kind.files(Path(directory)))
     names += experiment_files(Path(directory))
     try:

@@ -29,7 +29,7 @@ import re
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime, timedelta
@@ -50,7 +50,6 @@ from binade.data.run.json_files import (
     parse_json,
     read_json,
     sealed,
-    unsealed,
     write_json,
 )
 from binade.data.run.json_files import Finite as Finite
@@ -62,7 +61,6 @@ from binade.data.run.store import (
     LINK,
     delete_left,
     locked,
-    no_link,
     read_file,
     remove_directory,
     staged_directory,
@@ -70,7 +68,6 @@ from binade.data.run.store import (
     write_atomic,
 )
 from binade.data.run.store import process_start as process_start
-from binade.data.words.text import describe
 
 RUN_FILE = "run.json"
 STATUS_FILE = "status.json"
@@ -717,34 +714,3 @@ def digests(directory: Path) -> dict[str, str]:
         merged = read_manifest(segment, None).digests if name.startswith(MERGED) else {}
         segment_digests |= merged or {name: segment_digest(segment).hex()}
     return segment_digests
-
-
-def append_line(path: Path, record: bytes) -> None:
-    """Add a JSON object with its checksum to a file of lines. Raises OSError."""
-    with open(path, "ab", opener=no_link) as file:
-        file.write(sealed(record) + b"\n")
-
-
-def lines_of(path: Path) -> list[bytes]:
-    """The lines of a file, each with its checksum; none if there is no file. Raises OSError."""
-    try:
-        return read_file(path, base=path.parent).splitlines(keepends=True)
-    except FileNotFoundError:
-        return []
-
-
-def check_lines(path: Path, what: str, is_sound: Callable[[bytes], bool]) -> None:
-    """Raise RunError for a line with a wrong checksum, or whose content is not sound or raises ValueError, except for a
-    last line that a crash cut short; OSError. what: a line's content, in words."""
-    for number, line in enumerate(lines_of(path), 1):
-        sound, reason = False, f"is not a {what}"
-        try:
-            sound = is_sound(unsealed(line))
-        except RecursionError:
-            pass
-        except ValueError as error:
-            if not line.endswith(b"\n") and b'"}' not in line:
-                return
-            reason = f"is damaged: {describe(error)}"
-        if not sound:
-            raise RunError(f"line {number} of its {path.name} {reason}")

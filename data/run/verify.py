@@ -24,7 +24,7 @@ from binade.data.run.directory import (
     read_run,
     run_directories,
 )
-from binade.data.run.evaluations import check_results
+from binade.data.run.experiment import check_experiment
 from binade.data.run.record_kinds import RECORD_KINDS
 from binade.data.run.records import RecordLines, read_lines
 from binade.data.run.segment import read_tables
@@ -98,11 +98,10 @@ def verify(
                 verified.torn += lines.torn
                 if lines.problem:
                     refuse(run.directory, f"is damaged: {lines.problem}")
-        for check in (check_results,):
-            try:
-                check(run.directory)
-            except (RunError, OSError) as error:
-                refuse(run.directory, f"is damaged: {describe(error)}")
+        try:
+            check_experiment(run.directory)
+        except (RunError, OSError) as error:
+            refuse(run.directory, f"is damaged: {describe(error)}")
         missing = run.missing(names, sum(rows[name] for name in names))
         if before == len(verified.damaged) and missing:
             refuse(run.directory, f"is damaged: {missing}")
