@@ -37,7 +37,7 @@ FILES = [
         "JSON lines",
         "iteration, loss in nats per token, window, seconds, SHA-256 of the data so far, CRC-32",
     ),
-    ("`events.jsonl`", "JSON lines", "what happened in the run: triggers, warnings, captures, the first NaN"),
+    ("`events.jsonl`", "JSON lines", "what happened: triggers, warnings, captures, the first NaN; CRC-32"),
     (
         "`experiment/*.parquet`",
         "Parquet",

@@ -173,7 +173,8 @@ def _losses(
 def _like(name: str, root: Path, start: dict[str, Any]) -> dict[str, Any]:
     """What an import is given of the run that it is like. Raises UsageError for a run that does not exist."""
     from binade.data.compare.same_data import like
-    from binade.data.run.directory import first_step, read_run
+    from binade.data.run.directory import read_run
+    from binade.data.run.losses import first_step
 
     if given := [f"--{option}" for option, value in start.items() if value is not None]:
         raise click.UsageError(f"--like takes the model, data and seed of {name}: leave out {', '.join(given)}")

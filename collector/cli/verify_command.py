@@ -31,6 +31,8 @@ def _verify(root: str | None, runs: tuple[str, ...], convert: bool) -> int:
         )
     if verified.gone:
         print_text(f"{counted(verified.gone, 'imported file')} no longer there: only statistics are kept")
+    if verified.torn:
+        print_text(f"{counted(verified.torn, 'record')} cut short when a process was killed: left out")
     count = len(verified.damaged)
     read = f"{verified.runs} run{'s' * (verified.runs != 1)}, {verified.files} file{'s' * (verified.files != 1)} read"
     print_text(f"{read}: {count or 'none'} damaged")

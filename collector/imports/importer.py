@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import signal
 import time
 from collections import Counter
@@ -35,7 +34,7 @@ from binade.collector.imports.workers import Death, scatter
 from binade.collector.training.memory import available_host_memory
 from binade.data.run.columns import LoggedRow, TensorRow
 from binade.data.run.directory import DONE, RunInfo, RunWriter, unwritable
-from binade.data.run.segment import read_tables, replace_segments, tables_of, tensor_record
+from binade.data.run.segment import TABLES, read_tables, replace_segments, tables_of, tensor_record
 from binade.data.run.store import append_to, write_atomic
 from binade.quant.specs import Spec
 
@@ -198,8 +197,10 @@ class _Read:
             self.report(f"{self.done} files read")
 
     def hold(self) -> None:
-        """Put the rows into the temporary file."""
-        pickle.dump(self.rows, self.held, pickle.HIGHEST_PROTOCOL)
+        """Put the rows into the temporary file, each table as an Arrow IPC stream."""
+        for table in tables_of(self.rows).values():
+            with pa.ipc.new_stream(self.held, table.schema) as stream:
+                stream.write_table(table)
         self.rows = []
 
     def write(self, writer: RunWriter, config: Mapping[str, Any]) -> None:
@@ -221,8 +222,8 @@ class _Read:
         end = self.held.tell()
         self.held.seek(0)
         while self.held.tell() < end:
-            rows: list[TensorRow | LoggedRow] = pickle.load(self.held)  # this process wrote it
-            yield tables_of([_named(row, run_id, modules) for row in rows])
+            tables = {name: pa.ipc.open_stream(self.held).read_all() for name in TABLES}
+            yield tables | {"tensor": _named(tables["tensor"], run_id, modules)}
 
     def has_all_of(self, run: RunInfo) -> bool:
         """Whether all files of an import before were read again, and all its tensors that have statistics only."""
@@ -253,9 +254,11 @@ class _Read:
         )
 
 
-def _named(row: TensorRow | LoggedRow, run_id: str, modules: Mapping[str, str]) -> TensorRow | LoggedRow:
-    identity = replace(row.identity, module=modules.get(row.tensor_id, row.identity.module))
-    return replace(row, run_id=run_id, identity=identity)
+def _named(tensors: pa.Table, run_id: str, modules: Mapping[str, str]) -> pa.Table:
+    ids, usual = (tensors[name].to_pylist() for name in ("tensor_id", "module"))
+    named = [modules.get(tensor_id, module) for tensor_id, module in zip(ids, usual, strict=True)]
+    columns = {"run_id": [run_id] * len(ids), "module": named}
+    return pa.table({**dict(zip(tensors.column_names, tensors.columns, strict=True)), **columns}, schema=tensors.schema)
 
 
 def _rows_of(run: RunInfo, segment: str) -> list[Row]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +30,8 @@ from binade.data.run.directory import (
     read_notes,
 )
 from binade.data.run.json_files import sealed
-from binade.data.run.store import SUFFIXES, set_aside, sweep_beside, temporary_file
+from binade.data.run.losses import LOSS
+from binade.data.run.store import SUFFIXES, staged_file
 from binade.data.words.text import describe
 
 LONGEST_NAME = 80  # of a run
@@ -194,21 +194,17 @@ def _write(
     facts |= {"log": training.log.reader.kind, "facts": series.facts, "loss_unit": series.unit}
     with run_of_import(root, {"source": str(training.log.path), "loss_column": series.title, **facts}) as writer:
         finite = [loss for loss in series.losses.values() if math.isfinite(loss)]
-        path = writer.directory / "loss.jsonl"
-        sweep_beside(path)
-        with temporary_file(path) as (part, file):
+        settings = {"settings": facts}  # in the first record: one rename replaces the losses and what is said of them
+        with staged_file(writer.directory / LOSS.file) as file:
             for step, loss in series.losses.items():
                 record: dict[str, Any] = {"iteration": step, "loss": loss if math.isfinite(loss) else None}
                 if not math.isfinite(loss):
                     record |= {"not_finite": True, "logged": str(loss)}  # "nan", "inf" or "-inf"
                 if series.windows[step] != 1:
                     record["window"] = series.windows[step]
-                file.write(sealed(json.dumps(record).encode()) + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-            with set_aside(path):  # at no moment do the losses of one import have the settings of another
-                writer.describe(facts)
-                os.replace(part, path)
+                file.write(sealed(json.dumps(record | settings).encode()) + b"\n")
+                settings = {}
+        writer.describe(facts)
         seen = read_notes(writer.directory)
         given = name if is_new else seen.name or _allowed(name)
         if given != seen.name:

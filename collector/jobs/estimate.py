@@ -27,7 +27,8 @@ from binade.collector.settings import DeviceName, Stats
 from binade.collector.training.config import RunConfig, trained_config
 from binade.collector.training.memory import available_host_memory, check_memory, needed
 from binade.collector.training.plan import Plan, model_of, recorded_of
-from binade.data.run.directory import DONE, list_runs, sound_losses
+from binade.data.run.directory import DONE, list_runs
+from binade.data.run.losses import read_losses
 from binade.data.run.tensor_kinds import TENSOR_KINDS, Other
 
 # The rule of thumb: FLOP per second of a training step, seconds per quantized element by device and backend, seconds
@@ -219,7 +220,7 @@ def earlier_runs(root: Path, config: RunConfig, target: str = "") -> list[Earlie
                 continue
             shape, _ = model_of(other)
             recipe, lines = str(run.config.get("recipe")), run.config.get("operands") or []
-            if any(kinds := step_times(sound_losses(run.directory))):
+            if any(kinds := step_times(read_losses(run.directory))):
                 # The first iteration of a kind also compiles and fills caches: it counts only if there is no other.
                 seconds = (median(k[1:] or k) if k else None for k in kinds)
                 earlier.append(EarlierRun(other, shape, recipe, lines, *seconds))

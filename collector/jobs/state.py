@@ -43,8 +43,8 @@ from binade.data.run.directory import (
     Status,
     rank_statuses,
     read_run,
-    sound_losses,
 )
+from binade.data.run.losses import read_losses
 from binade.data.run.store import no_link
 from binade.data.words.text import signal_name
 
@@ -315,9 +315,9 @@ def progress(view: JobView) -> Progress:
 
 
 def losses_of(run: RunInfo) -> list[dict[str, Any]]:
-    """The valid records of loss.jsonl; none if it cannot be read."""
+    """The records of loss.jsonl that have a loss; none if it cannot be read."""
     try:
-        return sound_losses(run.directory)
+        return [step for step in read_losses(run.directory) if step["loss"] is not None]
     except OSError:
         return []
 

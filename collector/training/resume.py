@@ -14,7 +14,6 @@ start, so no state of the data is saved.
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import shutil
 from collections.abc import Iterator
@@ -34,11 +33,12 @@ from binade.collector.settings import DeviceName
 from binade.collector.training.checkpoints import Position, check_resumable, last, to_branch
 from binade.collector.training.config import RunConfig
 from binade.collector.training.plan import Branch, Plan
-from binade.data.run.directory import CHECKPOINTS, SEGMENT, RunError, RunInfo, RunWriter, first_step, read_run
-from binade.data.run.events import events_file
+from binade.data.run.directory import CHECKPOINTS, SEGMENT, RunError, RunInfo, RunWriter, read_run
+from binade.data.run.events import EVENT
 from binade.data.run.experiment import cut_results
 from binade.data.run.json_files import write_json
-from binade.data.run.store import remove_directory, save_state, staged_file
+from binade.data.run.losses import LOSS, first_step
+from binade.data.run.store import no_link, remove_directory, save_state, staged_file, write_atomic
 from binade.data.run.tensor_files import load_plain
 
 KEPT = 2  # a rank may write the next one while another has not written this one
@@ -125,9 +125,9 @@ class Resumed:
 
     def _files(self, rank: int) -> Iterator[tuple[Path, int]]:
         """The files that a rank appends to, with the sizes that they had."""
-        yield events_file(self.run.directory, rank), self.positions[rank].events
+        yield self.run.directory / EVENT.file_of(rank), self.positions[rank].events
         if rank == 0:
-            yield self.run.directory / "loss.jsonl", self.positions[rank].losses
+            yield self.run.directory / LOSS.file, self.positions[rank].losses
 
 
 @dataclass(frozen=True)
@@ -210,8 +210,8 @@ def write_checkpoint(
         config=config,
         done=done,
         **position,
-        losses=_size(directory / "loss.jsonl"),
-        events=_size(events_file(directory, rank)),
+        losses=_size(directory / LOSS.file),
+        events=_size(directory / EVENT.file_of(rank)),
         iteration=status.iteration,
         loss_first=status.loss_first,
         loss_last=status.loss_last,
@@ -238,5 +238,6 @@ def _size(file: Path) -> int:
 
 
 def _cut(file: Path, size: int) -> None:
-    with suppress(FileNotFoundError):
-        os.truncate(file, size)
+    """Keep the first bytes as a new file: the index takes an old one that is longer for one that has grown."""
+    with suppress(FileNotFoundError), open(file, "rb", opener=no_link) as before:
+        write_atomic(file, before.read(size))

@@ -22,7 +22,8 @@ from binade.data.compare.step_sums import by_step, factor_of_sums
 from binade.data.index.cache import Done
 from binade.data.index.whole_tensors import IDENTITY, IncompleteError, Row, WholeTensor
 from binade.data.run.columns import COUNTS, MOMENTS
-from binade.data.run.directory import IMPORT, RunError, RunInfo, read_steps
+from binade.data.run.directory import IMPORT, RunError, RunInfo
+from binade.data.run.losses import read_losses
 from binade.data.run.segment import read_tables
 from binade.data.run.store import TensorFileError
 from binade.data.words.names import name_of
@@ -350,7 +351,7 @@ def _notes(a: RunInfo, b: RunInfo, in_parts: bool) -> Iterator[str]:
     if in_parts:
         yield "Whether the runs read the same data is not known: hashes are of micro-batches."
     elif "dp" in config_a and config_a.get("dp") == config_b.get("dp"):  # the digest is of what a replica reads
-        read = [{r["iteration"]: r.get("data_sha256") for r in read_steps(run.directory)} for run in (a, b)]
+        read = [{r["iteration"]: r.get("data_sha256") for r in read_losses(run.directory)} for run in (a, b)]
         differing = [step for step in sorted(read[0].keys() & read[1].keys()) if read[0][step] != read[1][step]]
         if differing:
             yield f"The runs read different data from iteration {differing[0]} on."

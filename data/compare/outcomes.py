@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from binade.data.run.directory import is_lost
+from binade.data.run.losses import is_lost
 from binade.data.words.text import counted
 
 GROWN = 2  # times the first loss

@@ -13,15 +13,14 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import pandas as pd
 
 from binade.data.compare.evidence import listed
 from binade.data.index.catalog import Catalog
-from binade.data.run.directory import IMPORT, RUN_FILE, RunFile, read_steps
-from binade.data.run.json_files import read_json
+from binade.data.run.directory import IMPORT
+from binade.data.run.losses import LOSS
 from binade.data.words.filter import Filter
 from binade.data.words.text import one_line
 
@@ -192,21 +191,16 @@ def closest(run: Steps, references: Sequence[tuple[T, Steps]]) -> T | None:
     return max(references, key=lambda pair: len(losses_on_same_data(run, pair[1])))[0]
 
 
-def equal_weights(root: Path, run_id: str, reference: str, iteration: int, branched: float = -math.inf) -> bool:
+def equal_weights(catalog: Catalog, run_id: str, reference: str, iteration: int, branched: float = -math.inf) -> bool:
     """Whether two runs that are compared are known to have computed the same up to an iteration but for rounding: two
     trainings of Binade (`trained_by_binade`) in the first one under the recipe, after the same losses in the warm-up;
     of branches, in the first one. branched: as in `equal_warm_up`."""
-    trained = [trained_by_binade(_config(root / name)) for name in (run_id, reference)]
+    runs = catalog.runs().set_index("run_id")["config"]
+    trained = [trained_by_binade(json.loads(runs.get(name, "{}"))) for name in (run_id, reference)]
     if iteration != max(branched, 0) or None in trained or trained[0] != trained[1]:
         return False
-    return equal_warm_up(_steps(root / run_id), _steps(root / reference), branched)
-
-
-def _config(directory: Path) -> Mapping[str, Any]:
-    try:
-        return read_json(RunFile, directory / RUN_FILE)
-    except (OSError, ValueError):
-        return {}
+    steps = catalog.records(LOSS, (run_id, reference))
+    return equal_warm_up(steps[run_id], steps[reference], branched)
 
 
 def equal_warm_up(run: Steps, reference: Steps, branched: float = -math.inf) -> bool:
@@ -221,13 +215,7 @@ def equal_warm_up(run: Steps, reference: Steps, branched: float = -math.inf) -> 
 
 def pairs_on_same_data(catalog: Catalog, run_id: str, reference: str, where: Filter | None = None) -> pd.DataFrame:
     """`Catalog.pairs` of two runs with the same `data_key`, at the iterations at which they had read the same data."""
-    same = same_data(*(_steps(catalog.root / name) for name in (run_id, reference)))
+    steps = catalog.records(LOSS, (run_id, reference))
+    same = same_data(steps[run_id], steps[reference])
     pairs = catalog.pairs(run_id, reference, where)
     return pairs[pairs["iteration"].map(same).astype(bool)]
-
-
-def _steps(directory: Path) -> list[dict[str, Any]]:
-    try:
-        return read_steps(directory)
-    except OSError:
-        return []

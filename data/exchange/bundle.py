@@ -33,9 +33,10 @@ from binade.data.index.cache import Done
 from binade.data.index.catalog import Catalog
 from binade.data.run.access import check_writable
 from binade.data.run.directory import QUEUED, RUNNING, RunError, RunInfo, fingerprint, list_runs, read_run, run_names
-from binade.data.run.evaluations import FORMER_LINES
-from binade.data.run.events import read_events
+from binade.data.run.events import EVENT, read_events
 from binade.data.run.experiment import EXPERIMENT, RESULT_FILE, experiment_files
+from binade.data.run.json_files import sealed
+from binade.data.run.record_kinds import RECORD_KINDS
 from binade.data.run.segment import FORMER, MANIFEST, OPTIONAL, TABLES, SegmentError, manifest, table_files
 from binade.data.run.store import (
     TensorFileError,
@@ -60,7 +61,7 @@ CHUNK = 1 << 20
 # The exceptions of zipfile and zlib for a damaged archive.
 DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, ValueError, OverflowError, struct.error)
 RUN_FILES = (
-    "run.json", "status.json", "loss.jsonl", "log.txt", "events.jsonl", "notes.json", *FORMER_LINES,
+    "run.json", "status.json", "log.txt", "notes.json", *(kind.file for kind in RECORD_KINDS),
 )  # fmt: skip
 _NAME = r"[A-Za-z0-9_+=@,~-][A-Za-z0-9_+=@,.~-]{0,200}"
 _RUN = rf"(?!index\.duckdb){_NAME}"  # the index is in the root as well
@@ -219,8 +220,8 @@ class _Plan:
         status = replace(run.status, tensors=tensors, tensors_without_raw=without, bytes=nbytes)
         self._new(f"{prefix}/status.json").write_text(json.dumps(asdict(status)), encoding="utf-8")
         if events := read_events(run.directory):  # of all ranks
-            lines = "".join(f"{json.dumps(asdict(event))}\n" for event in events)
-            self._new(f"{prefix}/events.jsonl").write_text(lines, encoding="utf-8")
+            lines = b"".join(sealed(json.dumps(asdict(event)).encode()) + b"\n" for event in events)
+            self._new(f"{prefix}/{EVENT.file}").write_bytes(lines)
         self.tensors += tensors
         self.with_values += with_values
 

@@ -24,8 +24,10 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 
 from binade.data.run.columns import COUNTS, ERROR_COLUMNS, MOMENTS, TensorRow
-from binade.data.run.directory import RunError, RunFile, is_lost, read_steps
+from binade.data.run.directory import RunError, RunFile
 from binade.data.run.json_files import read_json
+from binade.data.run.losses import LOSS as STEPS
+from binade.data.run.losses import is_lost
 from binade.data.run.segment import TENSOR_SCHEMA, tensor_record
 from binade.data.run.store import staged_directory, staged_file, sweep_beside
 from binade.data.run.tensor_kinds import TENSOR_KINDS
@@ -165,7 +167,7 @@ def points(catalog: Catalog, run: Mapping[Any, Any], choice: Choice) -> Iterator
         return
     if LOSS in choice.metrics:
         place = dict.fromkeys(PLACE) | {name: run[name] for name in RUN_FIELDS}
-        for step in read_steps(catalog.root / run["run_id"]):
+        for step in catalog.records(STEPS, [run["run_id"]])[run["run_id"]]:
             if step["loss"] is not None or is_lost(step):
                 loss = math.nan if step["loss"] is None else step["loss"]
                 yield MetricPoint(place | {"iteration": step["iteration"]}, LOSS, loss)

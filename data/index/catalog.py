@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import duckdb
 import pandas as pd
@@ -20,6 +20,8 @@ from binade.data.index.tables import INDEX_TABLES
 from binade.data.index.tensor_values import SAME_IN_SHARDS, TensorValues
 from binade.data.run.directory import DONE
 from binade.data.run.experiment import EXPERIMENT
+from binade.data.run.json_files import parse_json
+from binade.data.run.records import RecordKind
 from binade.data.run.segment import TENSOR_SCHEMA
 from binade.data.words.fields import ERRORS as SHOWN_ERRORS
 from binade.data.words.fields import STATISTICS
@@ -31,6 +33,7 @@ __all__ = [
     "GROUPABLE", "MICRO_BATCH", "PUBLIC_TABLES", "SAME_IN_ITERATIONS", "SHOWN_ERRORS", "STATISTICS", "TWIN_FIELDS",
     "USED", "Catalog", "CatalogError", "DamagedIndexError", "Totals", "format_condition", "part", "quantiles",
 ]  # fmt: skip
+T = TypeVar("T")
 # The fields that identify a tensor across iterations; weights are the same in all micro-batches.
 SAME_IN_ITERATIONS = ("rank", *(name for name in SAME_IN_SHARDS if name != "iteration"))
 # The fields that identify a tensor across runs.
@@ -234,6 +237,20 @@ class Catalog(ScoreQueries, TensorValues):
             parameters,
         )
 
+    def records(self, kind: RecordKind[T], run_ids: Iterable[str]) -> dict[str, list[T]]:
+        """Return the records of a kind by run_id, in the order of their lines, rank 0's first; [] for a run without
+        one."""
+        found: dict[str, list[T]] = {run_id: [] for run_id in run_ids}
+        rows = self.ask(
+            "SELECT run_id, record FROM record WHERE kind = ? AND run_id IN (SELECT unnest(?::VARCHAR[]))"
+            " ORDER BY starts_with(file, 'ranks/'), file, line",
+            [kind.name, [*found]],
+            of=self.progress,
+        )
+        for run_id, record in zip(rows["run_id"], rows["record"], strict=True):
+            found[run_id].append(parse_json(kind.type, record))
+        return found
+
     def effects(self, run_ids: Iterable[str]) -> pd.DataFrame:
         """Return the measured effects of the models of these runs against no rounding: rows of the table `effect`, the
         measurements with the most sequences first. See `_same_model`."""
@@ -374,7 +391,8 @@ class Catalog(ScoreQueries, TensorValues):
         their runs, and the measured effects of their models. A table without rows is left out. Raises OSError."""
         condition, parameters = self.condition(where)
         models = f"SELECT run_id FROM run WHERE model IN (SELECT model FROM tensor WHERE {condition})"
-        chosen = {"run": f"run_id IN (SELECT run_id FROM tensor WHERE {condition})", "effect": f"run_id IN ({models})"}
+        runs = f"run_id IN (SELECT run_id FROM tensor WHERE {condition})"
+        chosen = {"run": runs, "record": runs, "effect": f"run_id IN ({models})"}
         with self.snapshot(), self._cursor() as cursor:
             for name in PUBLIC_TABLES:
                 sql = f"{_public(name, 'tensor.run_id, tensor_id')} AND {chosen.get(name, condition)}"
@@ -415,8 +433,8 @@ def _public(name: str, ids: str) -> str:
     replace its key."""
     if name == "run":
         return f"SELECT * EXCLUDE (damage) FROM {SOUND_RUNS}"
-    if name == "effect":
-        return "SELECT * FROM effect WHERE true"
+    if name in ("effect", "record"):
+        return f"SELECT * FROM {name} WHERE true"
     if name == "tensor":
         return f"SELECT * EXCLUDE ({HIDDEN}) FROM tensor WHERE true"
     return f"SELECT {ids}, {name}.* EXCLUDE (key) FROM {name} JOIN tensor USING (key) WHERE true"

@@ -32,16 +32,15 @@ from binade.data.run.directory import (
     NotBegunError,
     RunError,
     RunInfo,
-    check_losses,
-    first_step,
     read_notes,
     read_run,
     run_names,
 )
 from binade.data.run.effects import effect_rows
-from binade.data.run.evaluations import FORMER_LINES, check_results
-from binade.data.run.events import check_events
-from binade.data.run.experiment import FORMER, experiment_files
+from binade.data.run.experiment import FORMER, check_experiment, experiment_files
+from binade.data.run.losses import first_step
+from binade.data.run.record_kinds import RECORD_KINDS
+from binade.data.run.records import RecordKind, RecordLines, read_lines
 from binade.data.run.segment import MERGED, SegmentError, read_manifest, read_tables, segment_names
 from binade.data.words.filter import FIELDS
 from binade.data.words.text import describe
@@ -174,6 +173,8 @@ class Intake:
             self._damaged = {run_id: damage for run_id, damage in self._damaged.items() if run_id in still}
             return added + self.catch_up(cursor, changing)
         self._count(cursor, [on_disk for run_id, on_disk in changed.items() if run_id not in incomplete])
+        sound = [on_disk.run for run_id, on_disk in changed.items() if run_id not in incomplete | {*self._damaged}]
+        incomplete |= self._write_records(cursor, sound)
         for run_id in self._damaged.keys() - still:
             _drop(cursor, run_id)
             _put_runs(cursor, [[*_run_row(changed[run_id].run), self._damaged[run_id].reason]])
@@ -231,21 +232,17 @@ class Intake:
         mark = _mark(str(directory), segment_names(directory))
         run = read_run(directory)
         segments = {name: os.stat(directory / "segments" / name).st_mtime_ns for name in run.segments}
-        what = "events"
         try:
-            check_events(directory)
-            what = "name and note"
             run = replace(run, notes=read_notes(directory))
         except (OSError, ValueError) as error:
-            self._skipped.append(f"the {what} of {directory.name} are not shown: {describe(error)}")
+            self._skipped.append(f"the name and note of {directory.name} are not shown: {describe(error)}")
             mark = None  # it is reported again next time
-        checks = {"losses": check_losses, "results": check_results}
-        for what, check in checks.items() if run.status.state != RUNNING else ():
-            try:
-                check(directory)
-            except (RunError, OSError) as error:
-                self._skipped.append(f"some {what} of {directory.name} are not shown: {describe(error)}")
-                mark = None
+        try:
+            if run.status.state != RUNNING:
+                check_experiment(directory)
+        except (RunError, OSError) as error:
+            self._skipped.append(f"some results of {directory.name} are not shown: {describe(error)}")
+            mark = None
         return _OnDisk(run, segments, mark)
 
     def _write_runs(self, cursor: duckdb.DuckDBPyConnection, runs: list[RunInfo]) -> set[str]:
@@ -269,6 +266,24 @@ class Intake:
                     rows.append(row)
         _at_once(cursor, rows, _put_runs, lambda row, error: refuse(row[0], error))
         _put_effects(cursor, [run for run in runs if run.run_id not in refused])
+        return refused
+
+    def _write_records(self, cursor: duckdb.DuckDBPyConnection, runs: list[RunInfo]) -> set[str]:
+        """Write the new records of runs. Returns the ids of runs with records that cannot be read."""
+        refused: set[str] = set()
+        for run in runs:
+            rows = cursor.execute("FROM record_file WHERE run_id = ?", [run.run_id]).fetchall()
+            known = {name: read for _, name, *read in rows}
+            files = {name: kind for kind in RECORD_KINDS for name in kind.files(run.directory)}
+            for table in ("record", "record_file") if known.keys() - files.keys() else ():
+                cursor.execute(
+                    f"DELETE FROM {table} WHERE run_id = ? AND file NOT IN (SELECT unnest(?::VARCHAR[]))",
+                    [run.run_id, [*files]],
+                )
+            for name, kind in files.items():
+                if problem := _put_records(cursor, run, kind, name, known.get(name, [0] * 5)):
+                    self._skipped.append(f"some {kind.many} of {run.run_id} are not shown: {problem}")
+                    refused.add(run.run_id)
         return refused
 
     def _read(self, new: Iterable[tuple[_OnDisk, str, int]]) -> Iterator[list[_Segment]]:
@@ -390,6 +405,40 @@ def _put_runs(cursor: duckdb.DuckDBPyConnection, rows: list[list[Any]]) -> None:
     _insert(cursor, "INSERT OR REPLACE INTO run FROM incoming", table)
 
 
+def _put_records(
+    cursor: duckdb.DuckDBPyConnection, run: RunInfo, kind: RecordKind[Any], name: str, known: list[int]
+) -> str | None:
+    """Write the records of a file that has changed: the new ones if it has only grown, else all. known: its row in the
+    table `record_file`. Returns what is wrong with the file."""
+    inode, size, _, count, stop = known
+    mark, grown = [0, 0, 0], False
+    try:
+        found = os.stat(run.directory / name, follow_symlinks=False)
+        mark = [found.st_ino, found.st_size, found.st_mtime_ns]
+        if mark == known[:3]:
+            return None
+        grown = mark[0] == inode and mark[1] > size
+        lines = read_lines(kind, run.directory, name, *((stop, count) if grown else ()))
+    except OSError as error:
+        lines = RecordLines(problem=describe(error))
+    mark = [0, 0, 0] if lines.problem else mark
+    columns: dict[str, list[Any]] = {
+        "iteration": [value["iteration"] if isinstance(value, dict) else value.iteration for value in lines.values],
+        "record": lines.texts,
+        "line": lines.numbers,
+    }
+    for column, word in (("run_id", run.run_id), ("kind", kind.name), ("file", name)):
+        columns[column] = [word] * len(lines.values)
+    with transaction(cursor):
+        if not grown:
+            cursor.execute("DELETE FROM record WHERE run_id = ? AND file = ?", [run.run_id, name])
+        if lines.values:
+            _insert(cursor, "INSERT INTO record BY NAME FROM incoming", pa.table(columns))
+        row = [run.run_id, name, *mark, lines.count, lines.stop]
+        cursor.execute("INSERT OR REPLACE INTO record_file VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+    return lines.problem
+
+
 def _put_effects(cursor: duckdb.DuckDBPyConnection, runs: Iterable[RunInfo]) -> None:
     """Replace the rows of measurements. Lines that are damaged are reported with those of other files."""
     for run in runs:
@@ -500,7 +549,7 @@ def _drop(cursor: duckdb.DuckDBPyConnection, run_id: str) -> None:
             cursor.execute(
                 f"DELETE FROM {cube}_sketch WHERE key IN (SELECT key FROM {cube} WHERE run_id = ?)", [run_id]
             )
-        for table in ("tensor", "segment", "effect", "run", *CUBES):
+        for table in ("tensor", "segment", "effect", "record", "record_file", "run", *CUBES):
             cursor.execute(f"DELETE FROM {table} WHERE run_id = ?", [run_id])
 
 
@@ -509,7 +558,8 @@ def _mark(directory: str, segments: Iterable[str]) -> tuple[int, ...] | None:
     mark: list[int] = []
     times = []
     names = ["", "run.json", "status.json", "segments", *(f"segments/{name}" for name in segments)]
-    names += [name for name in ("loss.jsonl", *FORMER_LINES, *FORMER) if os.path.exists(f"{directory}/{name}")]
+    names += [name for name in FORMER if os.path.exists(f"{directory}/{name}")]
+    names += (name for kind in RECORD_KINDS for name in kind.files(Path(directory)))
     names += experiment_files(Path(directory))
     try:
         for name in names:

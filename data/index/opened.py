@@ -261,7 +261,8 @@ class OpenIndex:
         )
         ids = cursor.execute("SELECT count(*), bit_xor(hash(run_id, name, color)) FROM run").fetchone()
         effects = cursor.execute(EFFECTS).fetchone()
-        return (tensors, ids, effects), runs
+        records = cursor.execute("SELECT count(*), bit_xor(hash(run_id, file, line, record)) FROM record").fetchone()
+        return (tensors, ids, effects), (runs, records)
 
     # Which runs and tensors a query is about
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from itertools import chain
 from typing import Any
 
@@ -27,7 +26,9 @@ from binade.data.compare.same_data import (
     unknown,
 )
 from binade.data.index.catalog import Catalog
-from binade.data.run.directory import IMPORT, is_lost, read_steps
+from binade.data.run.directory import IMPORT
+from binade.data.run.events import EVENT, Event, in_order
+from binade.data.run.losses import LOSS, is_lost
 from binade.data.run.rounding_alone import rounding_alone_of
 from binade.data.words.text import one_line
 from binade.quant.formats import BF16
@@ -218,15 +219,17 @@ def _text(name: str, config: Mapping[str, Any]) -> str:
 
 
 def losses_of(opened: Catalog, run_ids: Iterable[str], lost: bool = False) -> dict[str, list[dict[str, Any]]]:
-    """The losses of runs; with lost, also the steps whose loss is not finite, as None. Records that are not losses, or
-    whose loss is unknown, and files that cannot be read, are left out."""
-    losses: dict[str, list[dict[str, Any]]] = {}
-    for run_id in run_ids:
-        losses[run_id] = []
-        with suppress(OSError):
-            steps = read_steps(opened.root / run_id)
-            losses[run_id] = [step for step in steps if step["loss"] is not None or (lost and is_lost(step))]
-    return losses
+    """The losses of runs; with lost, also the steps whose loss is not finite, as None. Those whose loss is unknown are
+    left out."""
+    return {
+        run_id: [step for step in steps if step["loss"] is not None or (lost and is_lost(step))]
+        for run_id, steps in opened.records(LOSS, run_ids).items()
+    }
+
+
+def events_of(opened: Catalog, run_ids: Iterable[str]) -> dict[str, list[Event]]:
+    """The events of runs, of each as `events.in_order` sorts them."""
+    return {run_id: in_order(events) for run_id, events in opened.records(EVENT, run_ids).items()}
 
 
 def round_anything(lines: Iterable[str]) -> bool:

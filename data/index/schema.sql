@@ -12,6 +12,18 @@ CREATE TABLE segment (
     sketch_rows   BIGINT                -- how many it has
 );
 
+-- The files of records, as they were when they were read. Inode, size and time are 0 if a line was damaged.
+CREATE TABLE record_file (
+    run_id        VARCHAR,
+    file          VARCHAR,
+    inode         UBIGINT,
+    size          BIGINT,
+    mtime_ns      BIGINT,
+    lines         BIGINT,               -- that were read
+    stop          BIGINT,               -- the byte after them
+    PRIMARY KEY (run_id, file)
+);
+
 -- How far each of the CUBES of data/index/intake.py is summed up. `schema` there creates the other tables of each cube.
 CREATE TABLE cube (
     name          VARCHAR,

@@ -75,7 +75,7 @@ RUN = IndexTable(
         TableColumn(
             "first_step",
             TEXT,
-            "the first line of loss.jsonl: iteration, hashes of its data and of the weights; null without one",
+            "the first record of its losses: iteration, hashes of its data and of the weights; null without one",
         ),
         TableColumn(
             "damage",
@@ -159,5 +159,17 @@ TRACE = IndexTable(
     (KEY, *columns_of(Trace)),
     "What is recorded to follow a tensor over iterations: see quant.traces.",
 )
-INDEX_TABLES = {table.name: table for table in (RUN, TENSOR, SCORE, SKETCH, BLOCK, TRACE, EFFECT)}
+RECORD = IndexTable(
+    "record",
+    (
+        TableColumn("run_id", TEXT),
+        TableColumn("kind", TEXT, "loss, event"),
+        TableColumn("iteration", LONG),
+        TableColumn("record", TEXT, "as JSON: (record->>'loss')::DOUBLE is the loss of a record of this kind"),
+        TableColumn("file", TEXT, "in the run's directory"),
+        TableColumn("line", LONG, "in the file, from 1"),
+    ),
+    "What runs say of themselves besides tensors: losses, and events such as triggers and the first NaN.",
+)
+INDEX_TABLES = {table.name: table for table in (RUN, RECORD, TENSOR, SCORE, SKETCH, BLOCK, TRACE, EFFECT)}
 """The tables by name. Those of segments have their columns in the order of data/run/segment.py."""

@@ -15,10 +15,11 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from binade.data.run.access import check_writable
-from binade.data.run.directory import RUNNING, RunError, Whole, describe_run, lines_of, read_run, run_directories
+from binade.data.run.directory import RUNNING, RunError, Whole, describe_run, read_run, run_directories
 from binade.data.run.evaluations import Number
 from binade.data.run.experiment import EXPERIMENT, NONE, BatchResult, EffectGroup, ExperimentWriter, TreatmentKey
-from binade.data.run.json_files import STRICT, parse_json, unsealed
+from binade.data.run.json_files import STRICT
+from binade.data.run.records import RecordKind, read_lines
 from binade.data.words.text import describe
 
 FILE = "effects.jsonl"
@@ -99,12 +100,7 @@ def _bases(effects: list[FormerEffect]) -> dict[tuple[int, int], Losses]:
 
 def _read(directory: Path) -> list[FormerEffect]:
     """The lines of the file. A last line that a crash cut short is left out."""
-    effects = []
-    for number, line in enumerate(lines_of(directory / FILE), 1):
-        try:
-            effects.append(parse_json(FormerEffect, unsealed(line)))
-        except ValueError as error:
-            if not line.endswith(b"\n"):
-                break
-            raise RunError(f"line {number} of its {FILE} is damaged: {error}") from None
-    return effects
+    lines = read_lines(RecordKind("effect", FILE, FormerEffect, "effects"), directory, FILE)
+    if lines.problem:
+        raise RunError(lines.problem)
+    return lines.values

@@ -8,7 +8,7 @@
       log.txt        what the collector printed
       job.json       what was queued (collector.jobs.queue), beside launch.json and output.txt; only of a
                      run that was queued
-      loss.jsonl     one line per iteration, each with its checksum
+      loss.jsonl     a record for each iteration: see data.run.records and data.run.losses
       events.jsonl   other events: see data.run.events
       experiment/    results of treatments, and what the run evaluated while it trained: see data.run.experiment;
                      runs of earlier versions have twin.jsonl and held_out.jsonl instead
@@ -29,16 +29,16 @@ import re
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, NotRequired
+from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 from typing_extensions import TypedDict  # pydantic requires this TypedDict before Python 3.12
 
@@ -47,19 +47,20 @@ from binade.data.run.json_files import (
     STRICT,
     Count,
     Pid,
-    adapter_of,
     parse_json,
     read_json,
     sealed,
-    unsealed,
     write_json,
 )
+from binade.data.run.json_files import Finite as Finite
+from binade.data.run.json_files import Whole as Whole
+from binade.data.run.losses import LOSS, first_record
+from binade.data.run.records import append_record
 from binade.data.run.segment import MERGED, Manifest, last_number, read_manifest, segment_digest, segment_names
 from binade.data.run.store import (
     LINK,
     delete_left,
     locked,
-    no_link,
     read_file,
     remove_directory,
     staged_directory,
@@ -67,7 +68,6 @@ from binade.data.run.store import (
     write_atomic,
 )
 from binade.data.run.store import process_start as process_start
-from binade.data.words.text import describe
 
 RUN_FILE = "run.json"
 STATUS_FILE = "status.json"
@@ -92,7 +92,6 @@ class RunState(StrEnum):
 
 
 QUEUED, RUNNING, DONE, FAILED, CANCELLED, CRASHED = STATES = tuple(RunState)
-Whole = Annotated[int, Field(gt=-(2**63), lt=2**63)]
 
 
 class RunError(ValueError):
@@ -228,35 +227,6 @@ class RunFile(TypedDict, total=False):
     raw: bool | None
     save_tensors: bool | None
     loss_unit: Text  # of an import: "nats per token", also if it is absent, or "unknown"
-
-
-Finite = Annotated[float, Field(allow_inf_nan=False)]
-
-
-class First(TypedDict):
-    """The first iteration that a training has read, with its hashes as in `Step`."""
-
-    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")  # type: ignore[misc]
-
-    iteration: Whole
-    data_sha256: str
-    weights_sha256: str | None
-
-
-class Step(TypedDict):
-    """A valid record of loss.jsonl; it may have other fields."""
-
-    __pydantic_config__ = ConfigDict(strict=True, extra="allow")  # type: ignore[misc]
-
-    iteration: Whole
-    loss: Finite | None  # None if the loss of the iteration is unknown or not finite
-    not_finite: NotRequired[bool]  # of a loss of None: whether it is NaN or infinite; see `is_lost`
-    window: NotRequired[Whole | None]  # of how many iterations the loss is the mean: 1 if absent, None if unknown
-    seconds: NotRequired[Finite | None]
-    time: NotRequired[Finite | None]
-    data_sha256: NotRequired[str | None]
-    weights_sha256: NotRequired[str | None]
-    first: NotRequired[First]  # in the first record, if the training began at an earlier iteration
 
 
 SEGMENT = re.compile(r"(rank\d+-)\d{6,}")
@@ -456,9 +426,9 @@ class RunWriter:
         if self.rank == 0:
             describe_run(self.directory, facts)
 
-    def append_loss(self, record: dict[str, Any]) -> None:
+    def append_loss(self, record: Mapping[str, Any]) -> None:
         if self.rank == 0:
-            append_line(self.directory / "loss.jsonl", json.dumps(record).encode())
+            append_record(self.directory, LOSS, record)
 
     @property
     def segments(self) -> int:
@@ -511,7 +481,7 @@ def note_continued(root: Path, run_id: str) -> None:
 def has_not_begun(directory: Path) -> bool:
     """Whether a directory without run.json is that of a queued run, and not of one that has lost it."""
     with suppress(OSError):
-        left = any((directory / name).exists() for name in (RUN_FILE, "loss.jsonl", "experiment"))
+        left = any((directory / name).exists() for name in (RUN_FILE, LOSS.file, "experiment"))
         return (directory / JOB_FILE).is_file() and not left and not any((directory / "segments").glob("*"))
     return False
 
@@ -615,7 +585,7 @@ def read_run(directory: Path) -> RunInfo:
     if linked := next((name for name in FOLDERS if (directory / name).is_symlink()), None):
         raise RunError(f"{directory.name} cannot be read: its {linked} is {LINK}")
     try:
-        config = read_json(RunFile, directory / RUN_FILE)
+        config = _described(directory)
         status = read_status(directory)
     except FileNotFoundError as error:
         if Path(error.filename).name == RUN_FILE and has_not_begun(directory):
@@ -631,6 +601,15 @@ def read_run(directory: Path) -> RunInfo:
             reason="the collector's process ended unexpectedly: killed, out of memory, or the machine restarted",
         )
     return RunInfo(directory.name, directory, config, status)
+
+
+def _described(directory: Path) -> RunFile:
+    """run.json. What the losses of an import say of themselves has precedence: they may have replaced those that it
+    was written for. Raises OSError, and ValueError if it is damaged."""
+    config = read_json(RunFile, directory / RUN_FILE)
+    if "loss_column" in config and (settings := (first_record(directory) or {}).get("settings")):
+        return parse_json(RunFile, json.dumps({**config, **settings}).encode())
+    return config
 
 
 def _is_gone(status: Status | RankStatus) -> bool:
@@ -735,95 +714,3 @@ def digests(directory: Path) -> dict[str, str]:
         merged = read_manifest(segment, None).digests if name.startswith(MERGED) else {}
         segment_digests |= merged or {name: segment_digest(segment).hex()}
     return segment_digests
-
-
-def read_losses(directory: Path) -> list[Any]:
-    """loss.jsonl as records: iteration (from 0 under the recipe, below 0 in warm-up), loss in nats per token, window
-    (the loss is the mean of so many iterations, up to this one; 1 if absent, None if unknown), time as seconds since
-    1970, the step's duration in seconds and whether tensors were recorded in it (losses of another program lack these
-    two), data_sha256 (of all data read so far) and, for instrumented runs, weights_sha256 (of a sample of the weights
-    at the start). A line cut short by a crash or damaged ends them. They are not checked: `is_step` says which are
-    valid."""
-    records = []
-    for line in lines_of(directory / "loss.jsonl"):
-        try:
-            records.append(json.loads(unsealed(line)))
-        except (ValueError, RecursionError):
-            break
-    return records
-
-
-def read_steps(directory: Path) -> list[dict[str, Any]]:
-    """The valid records of `read_losses`. Raises OSError."""
-    return [record for record in read_losses(directory) if is_step(record)]
-
-
-def sound_losses(directory: Path) -> list[dict[str, Any]]:
-    """The records of `read_steps` that have a loss. Raises OSError."""
-    return [record for record in read_steps(directory) if record["loss"] is not None]
-
-
-def is_lost(step: Mapping[str, Any]) -> bool:
-    """Whether the loss of a valid record is NaN or infinite, rather than unknown. A record that does not say so comes
-    from a log of losses, where nothing else is None, unless it says whether tensors were recorded."""
-    return step["loss"] is None and bool(step.get("not_finite", "recorded" not in step))
-
-
-def first_step(directory: Path) -> str | None:
-    """The first iteration that a run's training has read, as JSON, and the hashes of its data and of the weights before
-    it: as its first record says, or that record's. None if there is no valid one."""
-    try:
-        with open(directory / "loss.jsonl", "rb", opener=no_link) as file:
-            record = json.loads(unsealed(file.readline()))
-    except (OSError, ValueError, RecursionError):
-        return None
-    if not is_step(record):
-        return None
-    first = record.get("first", record)
-    return json.dumps({name: first.get(name) for name in ("iteration", "data_sha256", "weights_sha256")})
-
-
-def check_losses(directory: Path) -> None:
-    """Raise RunError for a line that is not a loss or has a wrong checksum, except for a last line that a crash cut
-    short; OSError."""
-    check_lines(directory / "loss.jsonl", "loss", lambda line: is_step(json.loads(line)))
-
-
-def is_step(record: object) -> bool:
-    """Whether a record of loss.jsonl is a `Step`."""
-    try:
-        adapter_of(Step).validate_python(record)
-    except ValidationError:
-        return False
-    return True
-
-
-def append_line(path: Path, record: bytes) -> None:
-    """Add a JSON object with its checksum to a file of lines. Raises OSError."""
-    with open(path, "ab", opener=no_link) as file:
-        file.write(sealed(record) + b"\n")
-
-
-def lines_of(path: Path) -> list[bytes]:
-    """The lines of a file, each with its checksum; none if there is no file. Raises OSError."""
-    try:
-        return read_file(path, base=path.parent).splitlines(keepends=True)
-    except FileNotFoundError:
-        return []
-
-
-def check_lines(path: Path, what: str, is_sound: Callable[[bytes], bool]) -> None:
-    """Raise RunError for a line with a wrong checksum, or whose content is not sound or raises ValueError, except for a
-    last line that a crash cut short; OSError. what: a line's content, in words."""
-    for number, line in enumerate(lines_of(path), 1):
-        sound, reason = False, f"is not a {what}"
-        try:
-            sound = is_sound(unsealed(line))
-        except RecursionError:
-            pass
-        except ValueError as error:
-            if not line.endswith(b"\n") and b'"}' not in line:
-                return
-            reason = f"is damaged: {describe(error)}"
-        if not sound:
-            raise RunError(f"line {number} of its {path.name} {reason}")

@@ -15,7 +15,7 @@ parameter, and for those of each layer and all of them as one vector:
 
 A recipe that draws no random numbers has one pass, variance 0 and no errors: its bias is exact for the micro-batch.
 
-Earlier versions wrote a JSON line for each evaluation: FORMER_LINES.
+Earlier versions wrote a record for each evaluation: HELD_OUT and TWIN.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
-from binade.data.run.directory import RunError, Whole, check_lines, lines_of
+from binade.data.run.directory import RunError, Whole
 from binade.data.run.effects import rounded_by
 from binade.data.run.experiment import (
     EXPERIMENT,
@@ -40,12 +39,12 @@ from binade.data.run.experiment import (
     BatchResult,
     ExperimentWriter,
     TreatmentKey,
-    check_experiment,
     experiment_files,
     read_results,
     read_rows,
 )
-from binade.data.run.json_files import STRICT, parse_json, unsealed
+from binade.data.run.json_files import STRICT
+from binade.data.run.records import RecordKind, read_records
 from binade.data.words.text import describe
 
 STEP = "step"  # the name of all parameters together
@@ -117,8 +116,9 @@ class Twin:
 
 
 _FIELDS = tuple(field.name for field in fields(GradientTwin))
-FORMER_LINES: dict[str, type] = {"held_out.jsonl": HeldOut, "twin.jsonl": Twin}
-T = TypeVar("T", HeldOut, Twin)
+# The files of earlier versions
+HELD_OUT = RecordKind("held_out", "held_out.jsonl", HeldOut, "held-out evaluations")
+TWIN = RecordKind("twin", "twin.jsonl", Twin, "twin steps")
 
 
 def own_recipe(config: Mapping[str, Any]) -> TreatmentKey:
@@ -150,7 +150,7 @@ def add_twin(writer: ExperimentWriter, recipe: TreatmentKey, twin: Twin) -> None
 def read_held_out(directory: Path) -> dict[int, HeldOut]:
     """The evaluations of held-out sequences of a run, by iteration, the last one of each. Raises RunError for a damaged
     file, and OSError."""
-    evaluations = {each.iteration: each for each in _lines(directory, "held_out.jsonl", HeldOut)}
+    evaluations = {each.iteration: each for each in read_records(HELD_OUT, directory)}
     for result in read_results(directory):
         if result.iteration is not None and result.data != TWIN_STEP and result.key.base:
             with _checked():
@@ -161,7 +161,7 @@ def read_held_out(directory: Path) -> dict[int, HeldOut]:
 
 def read_twins(directory: Path) -> list[Twin]:
     """The twin steps of a run, by iteration, the last one of each. Raises RunError for a damaged file, and OSError."""
-    twins = {twin.iteration: twin for twin in _lines(directory, "twin.jsonl", Twin)}
+    twins = {twin.iteration: twin for twin in read_records(TWIN, directory)}
     rows: dict[int, list[dict[str, Any]]] = {}
     for row in read_rows(directory, "gradients"):
         if row["name"] == STEP:
@@ -194,27 +194,4 @@ def _checked() -> Iterator[None]:
 def has_twins(directory: Path) -> bool:
     """Whether a run has files of twin steps."""
     tables = experiment_files(directory)
-    return (directory / "twin.jsonl").exists() or any(name.startswith(f"{EXPERIMENT}/gradients") for name in tables)
-
-
-def check_results(directory: Path) -> None:
-    """Raise RunError for a damaged file of results, those of an earlier version included, except for a last line that a
-    crash cut short; OSError."""
-    for name, kind in FORMER_LINES.items():
-        check_lines(directory / name, "result", partial(_is_line, kind))
-    check_experiment(directory)
-
-
-def _is_line(kind: type, line: bytes) -> bool:
-    return bool(parse_json(kind, line))
-
-
-def _lines(directory: Path, name: str, kind: type[T]) -> list[T]:
-    """The lines of a file of an earlier version, up to the first one that is damaged or cut short."""
-    found: list[T] = []
-    for line in lines_of(directory / name):
-        try:
-            found.append(parse_json(kind, unsealed(line)))
-        except ValueError:
-            break
-    return found
+    return (directory / TWIN.file).exists() or any(name.startswith(f"{EXPERIMENT}/gradients") for name in tables)

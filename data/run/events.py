@@ -1,12 +1,9 @@
-"""Events of a run other than its losses, one JSON line per event in events.jsonl.
-
-Each rank but 0 has a file of its own in ranks/, so that each has one writer.
-"""
+"""Events of a run other than its losses: the records of events.jsonl."""
 
 from __future__ import annotations
 
-import json
 import math
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict
 from enum import StrEnum
@@ -14,9 +11,8 @@ from pathlib import Path
 
 from pydantic.dataclasses import dataclass
 
-from binade.data.run.directory import Whole
-from binade.data.run.json_files import STRICT, parse_json
-from binade.data.run.store import inside, read_file
+from binade.data.run.json_files import STRICT, Whole
+from binade.data.run.records import RecordKind, append_record, read_lines
 
 
 class EventKind(StrEnum):
@@ -71,40 +67,29 @@ class Event:
         return f"{where}iteration {self.iteration}, {self.kind.value}: {self.text}"
 
 
-def events_file(directory: Path, rank: int) -> Path:
-    """The file of events that a rank of a run writes."""
-    return directory / ("events.jsonl" if rank == 0 else f"ranks/rank{rank:02d}.events.jsonl")
+EVENT = RecordKind("event", "events.jsonl", Event, "events")
 
 
 def append_event(directory: Path, event: Event) -> None:
     """Add an event to a run, as the one writer of its rank. Raises OSError."""
-    with open(events_file(directory, event.rank), "a", encoding="utf-8", opener=inside(directory)) as file:
-        file.write(json.dumps(asdict(event)) + "\n")
+    append_record(directory, EVENT, asdict(event), event.rank)
 
 
 def read_events(directory: Path) -> list[Event]:
     """Return the events of the run in this directory, sorted by iteration. Within an iteration, events with an
     execution order come first, in that order, then the others by rank.
 
-    A file is read up to the first line that is damaged or cut short. A file that cannot be read is skipped;
-    `check_events` raises an error for it.
+    Lines that are damaged or cut short are left out, and so are files that cannot be read.
     """
-    events = []
-    for path in _files(directory):
-        with suppress(OSError, ValueError):
-            for line in read_file(path, base=directory).splitlines():
-                events.append(parse_json(Event, line))
+    events: list[Event] = []
+    for name in EVENT.files(directory):
+        with suppress(OSError):
+            events += read_lines(EVENT, directory, name).values
+    return in_order(events)
+
+
+def in_order(events: Iterable[Event]) -> list[Event]:
+    """The events of a run, sorted as `read_events` does."""
     return sorted(
         events, key=lambda event: (event.iteration, math.inf if event.order is None else event.order, event.rank)
     )
-
-
-def check_events(directory: Path) -> None:
-    """Raise OSError for a file of events that cannot be read."""
-    for path in _files(directory):
-        with suppress(FileNotFoundError):
-            read_file(path, base=directory)
-
-
-def _files(directory: Path) -> list[Path]:
-    return [directory / "events.jsonl", *sorted(directory.glob("ranks/rank*.events.jsonl"))]

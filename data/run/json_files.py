@@ -37,6 +37,8 @@ def _is_time(text: str) -> str:
 
 Pid = Annotated[int, Field(ge=0, lt=2**31)]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
+Whole = Annotated[int, Field(gt=-(2**63), lt=2**63)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
 Text = Annotated[str, Field(pattern=r"^[^\x00]*$")]  # an argument of a process
 Time = Annotated[str, AfterValidator(_is_time)]  # ISO 8601
 

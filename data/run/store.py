@@ -105,12 +105,13 @@ def no_link(path: str, flags: int) -> int:
     return inside(Path(path).parent)(path, flags)
 
 
-def read_file(path: Path, most: int = MOST_BYTES, base: Path | None = None) -> bytes:
-    """The content of a regular file. base: the directory below which no link is followed, None for a file that a user
-    has named. Raises OSError, also for a file that is larger than `most` bytes."""
+def read_file(path: Path, most: int = MOST_BYTES, base: Path | None = None, start: int = 0) -> bytes:
+    """The content of a regular file from the byte `start` on. base: the directory below which no link is followed, None
+    for a file that a user has named. Raises OSError, also for a file that has more than `most` bytes from there on."""
     with open(path, "rb", opener=inside(base) if base else regular) as file:
-        if os.fstat(file.fileno()).st_size > most:
+        if os.fstat(file.fileno()).st_size - start > most:
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
+        file.seek(start)
         content = file.read(most + 1)
     if len(content) > most:  # it grows
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
@@ -191,22 +192,6 @@ def staged_file(path: Path, *, sweep: bool = True) -> Iterator[BinaryIO]:
         file.flush()
         os.fsync(file.fileno())
         os.replace(part, path)
-
-
-@contextmanager
-def set_aside(path: Path) -> Iterator[None]:
-    """Hide a file during the block, if it exists. If the block raises, it comes back, else it is deleted. After a crash
-    in the block there is no file of that name. Raises OSError."""
-    if not path.exists():
-        yield
-        return
-    with _moving_aside(path, "part") as aside:
-        try:
-            yield
-        except BaseException:
-            os.rename(aside, path)
-            raise
-        aside.unlink()
 
 
 @contextmanager
@@ -343,10 +328,10 @@ def delete_left(left: Path) -> None:
 
 
 @contextmanager
-def _moving_aside(path: Path, suffix: str) -> Iterator[Path]:
+def _moving_aside(path: Path) -> Iterator[Path]:
     """Rename a file or directory to a hidden name. It is locked during the block, so that `sweep` leaves it alone, if
     it is neither a link nor locked by someone else. Raises OSError."""
-    aside = _new_name(path, suffix)
+    aside = _new_name(path, "gone")
     with ExitStack() as stack:
         with suppress(OSError):  # what cannot be opened or locked may be moved all the same
             access = os.O_RDWR if path.is_file() else os.O_RDONLY
@@ -361,7 +346,7 @@ def remove_directory(path: Path) -> None:
     """Delete a directory: it disappears at once under its name, then its content is deleted. So are leftovers of killed
     processes beside it. Of a symbolic link, only the link is deleted. Raises OSError."""
     sweep(path.parent)
-    with _moving_aside(path, "gone") as gone:
+    with _moving_aside(path) as gone:
         if gone.is_symlink():
             gone.unlink()
         else:

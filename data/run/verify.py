@@ -20,12 +20,13 @@ from binade.data.run.directory import (
     NotBegunError,
     RunError,
     RunInfo,
-    check_losses,
     check_root,
     read_run,
     run_directories,
 )
-from binade.data.run.evaluations import check_results
+from binade.data.run.experiment import check_experiment
+from binade.data.run.record_kinds import RECORD_KINDS
+from binade.data.run.records import RecordLines, read_lines
 from binade.data.run.segment import read_tables
 from binade.data.run.store import inside, sha256
 from binade.data.words.text import describe
@@ -36,12 +37,14 @@ UNREADABLE = (OSError, ValueError, TypeError, pa.ArrowException)
 @dataclass
 class Verified:
     """The number of runs and files read; damaged: a line for each file that differs from what was written or imported;
-    gone: the number of imported files that are no longer there, whose statistics are kept."""
+    gone: the number of imported files that are no longer there, whose statistics are kept; torn: how many records a
+    kill has cut short, which are left out."""
 
     runs: int = 0
     files: int = 0
     damaged: list[str] = field(default_factory=list)
     gone: int = 0
+    torn: int = 0
 
 
 def verify(
@@ -86,11 +89,19 @@ def verify(
                 done(min(count, total), total)
             if run.status.state != RUNNING:
                 names = run.segments  # some may have been merged meanwhile
-        for check in (check_losses, check_results):
-            try:
-                check(run.directory)
-            except (RunError, OSError) as error:
-                refuse(run.directory, f"is damaged: {describe(error)}")
+        for kind in RECORD_KINDS:
+            for file in kind.files(run.directory):
+                try:
+                    lines = read_lines(kind, run.directory, file)
+                except OSError as error:
+                    lines = RecordLines(problem=describe(error))
+                verified.torn += lines.torn
+                if lines.problem:
+                    refuse(run.directory, f"is damaged: {lines.problem}")
+        try:
+            check_experiment(run.directory)
+        except (RunError, OSError) as error:
+            refuse(run.directory, f"is damaged: {describe(error)}")
         missing = run.missing(names, sum(rows[name] for name in names))
         if before == len(verified.damaged) and missing:
             refuse(run.directory, f"is damaged: {missing}")

@@ -27,8 +27,9 @@ from binade.app.questions.shared.distribution_charts import _outline as outline
 from binade.app.view.view import View
 from binade.collector.recipes.recipe import TEN_RECIPES
 from binade.data.index.catalog import Catalog
-from binade.data.run.directory import read_steps
+from binade.data.run.directory import RunWriter
 from binade.data.run.events import Event, EventKind, append_event
+from binade.data.run.losses import read_losses
 from binade.data.run.segment import TENSOR_SCHEMA
 from tests.conftest import PROJECT, run_python
 
@@ -186,10 +187,11 @@ def test_a_format_has_its_colour_wherever_it_is_named(groups):
 
 
 def test_events_are_rules_at_their_iterations(tmp_path):
-    (tmp_path / "ranks").mkdir()
+    run = RunWriter.create(tmp_path, "mxfp8", {})
     for iteration, kind in ((2, EventKind.NON_FINITE), (1, EventKind.TRIGGER), (1, EventKind.CAPTURE)):
-        append_event(tmp_path, Event(kind, iteration, "dgrad is left", "t"))
-    events = event_marks.events_of({"mxfp8": tmp_path, "none": tmp_path / "missing"})
+        append_event(run.directory, Event(kind, iteration, "dgrad is left", "t"))
+    with Catalog.open(tmp_path) as opened:
+        events = event_marks.marked_events(opened, {"mxfp8": run.run_id, "none": "missing"})
     made = spec(event_marks.marked(loss_chart.losses(losses(["mxfp8", "none"])), events))
     (drawn,) = [values for values in made["datasets"].values() if "kind" in values[0]]
     assert [(row["iteration"], row["kind"], row["group"]) for row in drawn] == [
@@ -493,7 +495,7 @@ def test_the_runs_page_hides_warm_up_and_shows_it(catalog: Catalog):
         assert ("Warm-up is hidden." in drawn.figures[0].caption) == ("warmup" not in params)
         return drawn.figures[0].table
 
-    records = sum(len(read_steps(catalog.root / run)) for run in catalog.runs()["run_id"])
+    records = sum(len(read_losses(catalog.root / run)) for run in catalog.runs()["run_id"])
     assert len(table(warmup="show")) == records > len(table()) and table()["iteration"].min() == 0
     assert np.isfinite(table(smooth="5")["mean"]).all() and "mean" not in table()
 

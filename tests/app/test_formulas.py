@@ -36,7 +36,7 @@ from binade.data.compare import loss_gaps
 from binade.data.compare.gradients import gradient_errors, gradient_summary
 from binade.data.index.catalog import Catalog
 from binade.data.index.run_table import PARTS, runs_with_references
-from binade.data.run.directory import read_losses
+from binade.data.run.losses import read_losses
 from binade.data.run.rounding_alone import RoundingAlone
 from binade.data.words.filter import Filter
 from binade.quant.blocks import look

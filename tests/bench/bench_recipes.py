@@ -17,7 +17,8 @@ import time
 from datetime import datetime
 from pathlib import Path
 
-from binade.data.run.directory import list_runs, read_losses
+from binade.data.run.directory import list_runs
+from binade.data.run.losses import read_losses
 from tests.bench.bench_quantize import versions
 
 BATCH = ("batch", "--control-iter", "1")

@@ -15,7 +15,8 @@ from playwright.sync_api import Browser, Page, expect
 from binade.app.questions.shared import distributions
 from binade.app.view.view import View
 from binade.data.index.catalog import Catalog
-from binade.data.run.directory import list_runs, read_steps
+from binade.data.run.directory import list_runs
+from binade.data.run.losses import read_losses
 from binade.data.words.filter import Filter
 from tests.app import roots
 from tests.bench.make_root import make_root
@@ -409,7 +410,7 @@ def test_hovering_over_lines_says_the_value_of_each(visit: Callable[..., Page], 
     shown.wait_for()
     (_, at), *rows = (row.inner_text().split("\t") for row in shown.get_by_role("row").all())
     losses = {
-        run.run_id: step["loss"] for run in list_runs(collected)[0] for step in read_steps(run.directory)
+        run.run_id: step["loss"] for run in list_runs(collected)[0] for step in read_losses(run.directory)
         if step["iteration"] == int(at.strip().replace("−", "-"))
     }  # fmt: skip
     (base,) = (losses[run.run_id] for run in list_runs(collected)[0] if run.config["recipe"] == "bf16")

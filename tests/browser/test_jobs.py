@@ -15,7 +15,7 @@ from binade.collector import jobs
 from binade.collector.cli.options import parse
 from binade.collector.jobs import processes
 from binade.collector.recipes.parse import parse_recipe
-from binade.data.run.directory import read_steps
+from binade.data.run.losses import read_losses
 from tests.browser.driver import press, serving, settle
 from tests.collector.test_jobs import ENDLESS, end_all, launch
 from tests.conftest import until
@@ -162,7 +162,7 @@ def test_a_baseline_is_added_and_both_losses_are_read_at_one_iteration(visit: Vi
     rows = [row.inner_text().split("\t") for row in tooltip.get_by_role("row").all()]
     (title, at), *shown = [(name.strip(), value.strip()) for name, value in rows]
     assert title == "loss at iteration" and at == "−1"
-    losses = [step["loss"] for run in runs for step in read_steps(run.directory) if step["iteration"] == -1]
+    losses = [step["loss"] for run in runs for step in read_losses(run.directory) if step["iteration"] == -1]
     assert {value for _, value in shown} >= {f"{loss:.4f}" for loss in losses}
     press(page, "Jobs")
     compare.click()

@@ -28,7 +28,7 @@ from binade.data.compare import loss_gaps
 from binade.data.compare.gradients import gradient_errors
 from binade.data.index.catalog import Catalog
 from binade.data.index.run_table import runs_with_references
-from binade.data.run.directory import read_losses
+from binade.data.run.losses import read_losses
 from binade.data.words.fields import FIELDS
 from binade.data.words.filter import Filter
 from binade.data.words.text import number_text

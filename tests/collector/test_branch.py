@@ -19,7 +19,8 @@ from binade.data.compare.difference import difference
 from binade.data.compare.same_data import equal_weights
 from binade.data.index.catalog import Catalog
 from binade.data.index.run_table import compared_with, losses_of, runs_with_references
-from binade.data.run.directory import RunInfo, list_runs, read_losses, read_run
+from binade.data.run.directory import RunInfo, list_runs, read_run
+from binade.data.run.losses import read_losses
 from tests.collector.forked import run_forked
 
 pytestmark = pytest.mark.slow
@@ -102,8 +103,9 @@ def test_branches_are_compared_in_pairs(branched: Path):
     first = own[4] - other[4]
     assert row["alone"] == pytest.approx(first, abs=1e-6) and row["measured"].iteration == 4
     assert row["last"] == own[5] - other[5] and row["iterations"] == 2 and row["added"] == row["last"] - first
-    assert equal_weights(branched, mxfp4.run_id, plain.run_id, 4, 4)
-    assert not equal_weights(branched, mxfp4.run_id, plain.run_id, 5, 4)
+    with Catalog.open(branched) as catalog:
+        assert equal_weights(catalog, mxfp4.run_id, plain.run_id, 4, 4)
+        assert not equal_weights(catalog, mxfp4.run_id, plain.run_id, 5, 4)
     assert with_one_seed(table) == []  # a branch is not repeated with other seeds
     against = compared_with(table, mxfp4.run_id)
     assert set(against.loc[against["quantized"], "run_id"]) == {parent.run_id, plain.run_id, again.run_id}

@@ -19,7 +19,8 @@ from binade.collector.models.registry import MODELS
 from binade.collector.training.config import RunConfig
 from binade.collector.training.plan import plan
 from binade.collector.training.ranks import finish_gradients, join, rounding_tokens
-from binade.data.run.directory import list_runs, read_losses
+from binade.data.run.directory import list_runs
+from binade.data.run.losses import read_losses
 from binade.quant.specs import Spec
 from tests.collector.forked import forked, ranks_of, run_forked
 from tests.quant.oracles import fp8_blocks

@@ -18,7 +18,8 @@ from binade.collector.datasets.texts import open_texts
 from binade.collector.training.config import RunConfig
 from binade.collector.training.plan import plan
 from binade.data.index.catalog import Catalog
-from binade.data.run.directory import list_runs, read_losses
+from binade.data.run.directory import list_runs
+from binade.data.run.losses import read_losses
 from binade.data.words.filter import Filter
 from tests.collector.files import megatron, read_pair, train_tokenizer, write_jsonl, write_pair
 from tests.collector.forked import run_forked

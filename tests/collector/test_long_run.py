@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from binade.data.run.directory import DONE, list_runs, read_losses
+from binade.data.run.directory import DONE, list_runs
+from binade.data.run.losses import read_losses
 from tests.bench.bench_long import STEPS, measure
 
 pytestmark = pytest.mark.slow

@@ -25,7 +25,10 @@ from binade.collector.imports.readers.lines import Lines
 from binade.collector.imports.readers.numbers import number_of, whole_of
 from binade.collector.imports.readers.registry import READERS, reader_of
 from binade.collector.imports.readers.series import NATS, UNKNOWN_UNIT, Columns, Notes, Repeats, Series
-from binade.data.run.directory import check_losses, list_runs, read_losses
+from binade.data.run.directory import list_runs
+from binade.data.run.losses import LOSS as KIND
+from binade.data.run.losses import read_losses
+from binade.data.run.records import read_lines
 
 STEPS = (1, 2, 3, 4, 5, 6)
 LOSS = {step: round(3 - 0.1 * step, 3) for step in STEPS}
@@ -296,7 +299,7 @@ def test_losses_that_are_not_finite_are_kept_as_such(command, tmp_path):
     (tmp_path / "log.csv").write_text("step,loss\n1,2\n2,inf\n3,-Infinity\n4,NaN\n")
     assert command("import", str(tmp_path / "log.csv")) == 0
     (run,), _ = list_runs(tmp_path / "runs")
-    check_losses(run.directory)
+    assert read_lines(KIND, run.directory, "loss.jsonl").problem is None
     lost = {r["iteration"]: r["logged"] for r in read_losses(run.directory) if r.get("not_finite")}
     assert lost == {2: "inf", 3: "-inf", 4: "nan"}
 

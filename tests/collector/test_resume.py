@@ -21,12 +21,12 @@ from binade.data.run.directory import (
     FAILED,
     RunInfo,
     list_runs,
-    read_losses,
     read_run,
     write_run_file,
 )
 from binade.data.run.evaluations import read_twins
 from binade.data.run.json_files import write_json
+from binade.data.run.losses import read_losses
 from binade.data.run.verify import verify
 from tests.collector.forked import run_forked
 

@@ -19,7 +19,8 @@ from binade.data.compare.comparison import compare
 from binade.data.compare.difference import difference
 from binade.data.index.catalog import Catalog
 from binade.data.index.run_table import losses_of, runs_with_references
-from binade.data.run.directory import RunInfo, read_run, read_steps
+from binade.data.run.directory import RunInfo, read_run
+from binade.data.run.losses import read_losses
 from binade.data.run.rounding_alone import FACT, RoundingAlone, rounding_alone, rounding_alone_of
 from binade.quant.quantizer import fake_quantize
 
@@ -29,7 +30,7 @@ VOCAB = 32
 
 
 def losses(run: RunInfo) -> list[float]:
-    return [record["loss"] for record in read_steps(run.directory)]
+    return [record["loss"] for record in read_losses(run.directory)]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ import torch
 
 from binade.cli import main
 from binade.data.index.catalog import Catalog
-from binade.data.run.directory import RunInfo, list_runs, read_losses
+from binade.data.run.directory import RunInfo, list_runs
+from binade.data.run.losses import read_losses
 from binade.data.words.filter import Filter
 from tests.collector.forked import forked
 from tests.conftest import RECIPES, MadeOnce, run_collector

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from binade.data.index.catalog import Catalog
-from binade.data.run.directory import RunInfo, read_losses
+from binade.data.run.directory import RunInfo
 from binade.data.run.evaluations import has_twins, read_twins
+from binade.data.run.losses import read_losses
 from binade.data.words.filter import Filter
 
 pytestmark = pytest.mark.slow

@@ -30,16 +30,9 @@ from hypothesis import strategies as some
 from binade.data.exchange import bundle
 from binade.data.exchange.bundle import BundleError
 from binade.data.index.catalog import Catalog, CatalogError
-from binade.data.run.directory import (
-    RUNNING,
-    RunNotes,
-    change_notes,
-    fingerprint,
-    process_start,
-    read_notes,
-    sound_losses,
-)
+from binade.data.run.directory import RUNNING, RunNotes, change_notes, fingerprint, process_start, read_notes
 from binade.data.run.events import Event, EventKind, append_event, read_events
+from binade.data.run.losses import read_losses
 from binade.data.run.segment import MANIFEST, OPTIONAL
 from binade.data.words.filter import Filter
 from tests.data.builder import assorted, make_run, reseal, with_column
@@ -392,11 +385,11 @@ HOSTILE: dict[str, tuple[Callable[[Archive], None], str]] = {
     "odd state": (status(state="<b>"), "cannot be read"),
     "a text as capture_every": (run_json(capture_every="x"), 'capture_every is "x"'),
     "a number as recipe": (run_json(recipe=8), "recipe is 8"),
-    "deep losses": (losses(b"[" * 200_000), "line 1 of its loss.jsonl is not a loss"),
-    "a text as loss": (losses(LOSS + LOSS.replace(b"5.0", b'"high"')), "line 2 of its loss.jsonl is not a loss"),
-    "a text as iteration": (losses(LOSS.replace(b" 0,", b' "x",')), "line 1 of its loss.jsonl is not a loss"),
-    "a text as seconds": (losses(LOSS.replace(b"0.5", b'"long"')), "line 1 of its loss.jsonl is not a loss"),
-    "a loss that is none": (losses(LOSS.replace(b"5.0", b"NaN")), "line 1 of its loss.jsonl is not a loss"),
+    "deep losses": (losses(b"[" * 200_000), "line 1 of its loss.jsonl is damaged: "),
+    "a text as loss": (losses(LOSS + LOSS.replace(b"5.0", b'"high"')), "line 2 of its loss.jsonl is damaged: "),
+    "a text as iteration": (losses(LOSS.replace(b" 0,", b' "x",')), "line 1 of its loss.jsonl is damaged: "),
+    "a text as seconds": (losses(LOSS.replace(b"0.5", b'"long"')), "line 1 of its loss.jsonl is damaged: "),
+    "a loss that is none": (losses(LOSS.replace(b"5.0", b"NaN")), "line 1 of its loss.jsonl is damaged: "),
     "an axis that is not there": (every_row("contracted_axis", 9), "cannot be indexed: .*contracted_axis"),
     "an axis of shards that is not there": (every_row("shard_axis", -4), "cannot be indexed: .*shard_axis"),
     "deep run.json": (lambda a: a.put(f"{run_of(a)}/run.json", b"[" * 100_000), "cannot be read"),
@@ -478,7 +471,7 @@ def test_losses_cut_short_by_a_crash_are_taken_in(packed: Path, tmp_path: Path):
     archive = Archive(packed)
     losses(LOSS + LOSS[:20])(archive)
     taken = bundle.import_runs(tmp_path / "root", archive.write(tmp_path / "cut.zip"))
-    found = sound_losses(tmp_path / "root" / run_of(archive).removeprefix("runs/"))
+    found = read_losses(tmp_path / "root" / run_of(archive).removeprefix("runs/"))
     assert len(taken.added) == 2 and [record["loss"] for record in found] == [5.0]
 
 

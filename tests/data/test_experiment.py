@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import multiprocessing
 import os
@@ -17,7 +16,7 @@ import pytest
 from binade.cli import main
 from binade.data.index.catalog import Catalog
 from binade.data.run import experiment
-from binade.data.run.directory import DONE, RunError, RunWriter, append_line, read_run
+from binade.data.run.directory import DONE, RunError, RunWriter, read_run
 from binade.data.run.experiment import (
     EXPERIMENT,
     NONE,
@@ -32,10 +31,12 @@ from binade.data.run.experiment import (
     read_results,
     read_routes,
 )
+from binade.data.run.records import RecordKind, append_record
 from binade.data.run.verify import verify
 
 KEY = TreatmentKey("mxfp4", "0" * 64, EffectGroup("linear", 3, "fc1"), "weight", False, base=NONE)
 SEQUENCES = 3
+FORMER_EFFECT: RecordKind[object] = RecordKind("effect", "effects.jsonl", object, "effects")
 
 
 def result(key: TreatmentKey, batch: int, routes: bool = False) -> BatchResult:
@@ -178,7 +179,7 @@ def test_effects_of_an_earlier_version_are_converted(tmp_path: Path, capsys: pyt
     ]  # fmt: skip
     run = RunWriter.create(tmp_path, "measure", {"model": "mine", "kind": "measure", "measures": {"seed": 1}})
     for line in lines:
-        append_line(run.directory / "effects.jsonl", json.dumps(line).encode())
+        append_record(run.directory, FORMER_EFFECT, line)
     with open(run.directory / "effects.jsonl", "ab") as file:
         file.write(b'{"batch": 0, "for')
     run.finish(DONE)
@@ -201,10 +202,10 @@ def test_lines_of_an_earlier_version_with_several_bases_are_kept(tmp_path: Path,
     line = {"batch": 0, "part": "linear", "layer_index": None, "module": None, "seconds": 0.5, "divergences": []}
     for text, exact in (("mxfp4", [2.0]), ("mxfp8", [2.0, 3.0]), ("nvfp4", [2.5, 3.0])):
         effect = line | {"format": text, "exact": exact, "losses": [x + 0.5 for x in exact]}
-        append_line(run.directory / "effects.jsonl", json.dumps(effect).encode())
+        append_record(run.directory, FORMER_EFFECT, effect)
     run.finish(DONE)
     other = RunWriter.create(tmp_path, "sound", {"model": "other", "kind": "measure"})  # is converted after it
-    append_line(other.directory / "effects.jsonl", json.dumps(effect).encode())
+    append_record(other.directory, FORMER_EFFECT, effect)
     other.finish(DONE)
     before = (run.directory / "effects.jsonl").read_bytes()
     assert main(["verify", str(tmp_path), "--convert"]) == 1

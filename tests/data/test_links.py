@@ -20,24 +20,28 @@ from binade.data.index.catalog import Catalog
 from binade.data.run.directory import (
     RunError,
     RunNotes,
-    append_line,
     change_notes,
-    check_losses,
     fingerprint,
-    first_step,
     list_runs,
-    read_losses,
     read_notes,
     read_run,
 )
 from binade.data.run.evaluations import read_held_out, read_twins
-from binade.data.run.events import Event, EventKind, append_event, check_events, read_events
+from binade.data.run.events import EVENT as EVENTS
+from binade.data.run.events import Event, EventKind, append_event, read_events
 from binade.data.run.experiment import read_results
+from binade.data.run.losses import LOSS, first_step, read_losses
+from binade.data.run.records import append_record, read_records
+from binade.data.run.store import append_to
 from binade.data.run.verify import verify
 from tests.data.builder import assorted, make_run
 
 EVENT = Event(EventKind.TRIGGER, 3, "seen", "2026-01-02T03:04:05+00:00")
 SEGMENT = "segments/rank00-000001"
+
+
+def read_event_records(run: Path) -> list[Event]:
+    return read_records(EVENTS, run)
 
 
 def verified(run: Path) -> None:
@@ -52,8 +56,8 @@ FILES: dict[str, tuple[Callable[[Path], object], ...]] = {
     "run.json": (read_run, fingerprint),
     "status.json": (read_run,),
     "notes.json": (read_notes, lambda run: change_notes(run, RunNotes("new"), RunNotes())),
-    "loss.jsonl": (read_losses, check_losses, lambda run: append_line(run / "loss.jsonl", b'{"iteration": 1}')),
-    "events.jsonl": (check_events, lambda run: append_event(run, EVENT)),
+    "loss.jsonl": (read_losses, lambda run: append_record(run, LOSS, {"iteration": 1})),
+    "events.jsonl": (read_event_records, lambda run: append_event(run, EVENT)),
     "twin.jsonl": (read_twins,),
     "held_out.jsonl": (read_held_out,),
     RESULTS: (read_results,),
@@ -70,7 +74,7 @@ FILES: dict[str, tuple[Callable[[Path], object], ...]] = {
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     run = make_run(tmp_path / "root", assorted(1)).directory
-    append_line(run / "loss.jsonl", b'{"iteration": 0, "loss": 4.0}')
+    append_record(run, LOSS, {"iteration": 0, "loss": 4.0})
     append_event(run, EVENT)
     change_notes(run, RunNotes("a name"), RunNotes())
     for name in ("twin.jsonl", "held_out.jsonl"):
@@ -122,10 +126,18 @@ def test_any_target_is_refused(target: str, run: Path):
         copy = run / f"copy-{name}"
         shutil.move(run / name, copy)
         (run / name).symlink_to({"itself": name, "a copy inside the root": copy.name}.get(target, target))
-    for use in (read_losses, read_notes, check_events):
+    for use in (read_losses, read_notes, read_event_records):
         with pytest.raises(OSError, match="a symbolic link, which is not followed"):
             use(run)
     assert read_events(run) == [] and first_step(run) is None  # what is shown besides is empty
+
+
+def test_a_log_that_is_a_link_is_not_written(run: Path, tmp_path: Path):
+    (run / "log.txt").write_text("before")
+    target = put_link(run / "log.txt", tmp_path / "outside")
+    with pytest.raises(OSError, match="a symbolic link, which is not followed"):
+        append_to(run / "log.txt")
+    assert target.read_text() == "before"
 
 
 def test_events_of_ranks_are_not_read_from_elsewhere(run: Path, tmp_path: Path):
@@ -133,7 +145,7 @@ def test_events_of_ranks_are_not_read_from_elsewhere(run: Path, tmp_path: Path):
     append_event(run, Event(**{**vars(EVENT), "rank": 1}))
     put_link(run / "ranks" / "rank01.events.jsonl", tmp_path / "outside")
     with pytest.raises(OSError, match="a symbolic link"):
-        check_events(run)
+        read_event_records(run)
     assert len(read_events(run)) == 1
     put_link(run / "ranks", tmp_path / "other")
     (problem,) = list_runs(run.parent)[1]

@@ -25,15 +25,14 @@ from binade.data.run.directory import (
     RUNNING,
     RunError,
     RunWriter,
-    check_losses,
     list_runs,
     process_start,
-    read_losses,
     read_run,
     resolve_root,
     settle,
-    sound_losses,
 )
+from binade.data.run.losses import LOSS, read_losses
+from binade.data.run.records import read_lines
 from binade.data.run.segment import TABLES, segment_names, write_segment
 from binade.quant.summary import summarize
 from tests.collector.forked import forked, kill_at
@@ -299,9 +298,8 @@ GOOD = b'{"iteration": 3, "loss": 5.0, "seconds": 0.5, "time": 1e9, "recorded": 
 def test_what_is_no_loss_is_left_out_and_named(tmp_path, line):
     path = tmp_path / "loss.jsonl"
     path.write_bytes(GOOD + b"\n" + line + b"\n")
-    assert sound_losses(tmp_path) == [json.loads(GOOD)]
-    with pytest.raises(RunError, match="line 2 of its loss"):
-        check_losses(tmp_path)
+    assert read_losses(tmp_path) == [json.loads(GOOD)]
+    assert "line 2 of its loss.jsonl is damaged: " in (read_lines(LOSS, tmp_path, "loss.jsonl").problem or "")
 
 
 def test_an_axis_that_the_shape_has_not_is_refused(tmp_path):

@@ -16,17 +16,9 @@ import pytest
 
 from binade.data.index import intake
 from binade.data.index.catalog import Catalog
-from binade.data.run.directory import (
-    CRASHED,
-    DONE,
-    RUNNING,
-    RunError,
-    RunInfo,
-    RunWriter,
-    check_losses,
-    read_losses,
-    read_run,
-)
+from binade.data.run.directory import CRASHED, DONE, RUNNING, RunError, RunInfo, RunWriter, read_run
+from binade.data.run.losses import LOSS, read_losses
+from binade.data.run.records import read_lines
 from binade.data.run.store import TensorFileError
 from binade.data.run.verify import verify
 from tests.collector.forked import forked, kill_at
@@ -242,7 +234,8 @@ def test_flipped_bits_in_the_configuration_and_the_losses(tmp_path: Path):
             file.write_bytes(changed)
             try:
                 found = read_run(run).config
-                check_losses(run)
+                if problem := read_lines(LOSS, run, "loss.jsonl").problem:
+                    raise RunError(problem)
             except RunError:
                 noticed += 1
                 if not place % 200:

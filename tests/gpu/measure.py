@@ -192,7 +192,8 @@ def ranks(on: str) -> None:
         start = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
         two = ("run", *command, "--tp", "2", "--tensor-save-dir", f"{place}/2")
         subprocess.run([*start, "-m", "tests.gpu.measure", "rank", *two], check=True)
-        from binade.data.run.directory import list_runs, read_losses
+        from binade.data.run.directory import list_runs
+        from binade.data.run.losses import read_losses
 
         losses = [
             [each["loss"] for run in list_runs(Path(place, n))[0] for each in read_losses(run.directory)] for n in "12"

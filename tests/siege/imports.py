@@ -23,7 +23,8 @@ from binade.collector.errors import ConfigError
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import RecipeError
 from binade.data.index.catalog import Catalog
-from binade.data.run.directory import list_runs, read_losses
+from binade.data.run.directory import list_runs
+from binade.data.run.losses import read_losses
 from binade.data.run.store import TensorFileError
 from binade.quant.summary import summarize
 from tests.collector.statistics_made import LAYERS, te_line, write_te

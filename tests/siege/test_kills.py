@@ -18,9 +18,14 @@ from binade.app.sessions.log import Rename
 from binade.app.sessions.session import RunReference, Session, new, to_json
 from binade.app.view.view import View
 from binade.collector.imports import importer
+from binade.collector.imports.files import walk
+from binade.collector.imports.losses import find_logs, import_trainings, read_logs
+from binade.collector.imports.readers.series import Columns
 from binade.data.exchange import bundle
 from binade.data.index.catalog import Catalog
+from binade.data.index.run_table import losses_of
 from binade.data.run.directory import RunNotes, RunWriter, change_notes, delete_run, fingerprint, list_runs, read_notes
+from binade.data.run.losses import read_losses
 from binade.data.run.store import ABANDONED, HOST, locked, staging_directory, sweep, sweep_tree
 from binade.data.run.verify import verify
 from tests.collector.logs_made import read_here
@@ -283,6 +288,38 @@ def test_importing_logs_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         shutil.rmtree(root)
         shutil.copytree(tmp_path / "before", root)
     assert len(seen) == 2
+
+
+def test_importing_losses_again(tmp_path: Path):
+    """Whenever it is killed, the run has losses and settings of the import before, or those of the new one."""
+    log, root = tmp_path / "losses.csv", tmp_path / "root"
+
+    def bring(loss: float, recipe: str) -> None:
+        log.write_text("step,loss\n" + "".join(f"{step},{loss}\n" for step in range(9)))
+        found = find_logs(walk(log, root))
+        import_trainings(read_logs(found, Columns()).trainings, root, recipe=recipe, start={"model": recipe})
+
+    def found() -> tuple[object, ...]:
+        (run,), refused = list_runs(root)
+        assert refused == []
+        with Catalog.open(root) as catalog:
+            (shown,) = catalog.runs().to_dict("records")
+            (losses,) = losses_of(catalog, [run.run_id]).values()
+            assert catalog.refused == [] and losses == read_losses(run.directory)
+        assert (shown["recipe"], shown["model"]) == (run.config["recipe"], run.config["model"])
+        return shown["recipe"], shown["model"], *{step["loss"] for step in losses}
+
+    bring(4.0, "mxfp4")
+    shutil.copytree(root, tmp_path / "before")
+    seen = set()
+    for _ in steps(lambda: bring(8.0, "mxfp8")):
+        seen.add(found())
+        bring(8.0, "mxfp8")
+        assert found() == ("mxfp8", "mxfp8", 8.0)
+        check_nothing_is_left(root)
+        shutil.rmtree(root)
+        shutil.copytree(tmp_path / "before", root)
+    assert seen == {("mxfp4", "mxfp4", 4.0), ("mxfp8", "mxfp8", 8.0)}
 
 
 def test_what_is_being_written_or_deleted_stays(tmp_path: Path):

@@ -24,8 +24,9 @@ from binade.collector.jobs.processes import boot, host
 from binade.collector.recipes.files import to_toml
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import RecipeError
-from binade.data.run.directory import RunNotes, RunWriter, change_notes, lines_of, list_runs, read_notes, read_run
+from binade.data.run.directory import RunNotes, RunWriter, change_notes, list_runs, read_notes, read_run
 from binade.data.run.events import Event, EventKind, append_event, read_events
+from binade.data.run.losses import read_losses
 from tests.siege.attack import Attempt, attack
 from tests.siege.files import LINE
 from tests.siege.kills import leftovers
@@ -87,7 +88,7 @@ def _event(place: Path, who: int, turn: int) -> None:
 def _events(place: Path, turns: int) -> None:
     texts = {" ".join(event.text.split()[:2]) for event in read_events(_directory(place))}
     assert texts == {f"{who} {turn}" for who in range(2) for turn in range(turns)}
-    assert len(lines_of(_directory(place) / "loss.jsonl")) == 2 * turns
+    assert len(read_losses(_directory(place))) == 2 * turns
 
 
 def _pin(place: Path, who: int, turn: int) -> None:

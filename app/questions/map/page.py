@@ -36,7 +36,7 @@ from binade.app.questions.map.question import (
     verdict,
 )
 from binade.app.questions.map.standing_out import FAR, cause_of, cell_name, exceptions
-from binade.app.questions.shared.event_marks import events_of
+from binade.app.questions.shared.event_marks import marked_events
 from binade.app.questions.shared.operands import GEMMS, OTHER
 from binade.app.questions.shared.scope import Scope, scope_of
 from binade.app.sessions import open_session
@@ -261,7 +261,7 @@ def _iterations(opened: Catalog, map_: Map) -> dict[str, Any]:
     recorded = opened.distinct((ITERATION,), Filter(run_id=(run,) if run else ()))[ITERATION].dropna().astype(int)
     losses = [(int(row["iteration"]), float(row["loss"])) for row in losses_of(opened, [run])[run]] if run else []
     step = -(-len(losses) // MOST_LOSSES) or 1
-    events = events_of({run: opened.root / run}) if run else pd.DataFrame(columns=["iteration", "text"])
+    events = marked_events(opened, {run: run}) if run else pd.DataFrame(columns=["iteration", "text"])
     known = events.dropna(subset=["iteration"])
     return {
         "values": sorted(recorded.tolist()),

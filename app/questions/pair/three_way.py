@@ -130,7 +130,7 @@ def three_way_of(selected: SelectedTensor, other: SelectedTensor) -> ThreeWay | 
     if problem := recorded.problem(Spec.of(fmt)):
         return problem
     branched = float(runs["branched"][[run, base]].max())
-    equal = equal_weights(selected.opened.root, run, base, int(row["iteration"]), branched)
+    equal = equal_weights(selected.opened, run, base, int(row["iteration"]), branched)
     operand = not pd.isna(row["contracted_axis"])
     return three_way(pair[base].x, pair[run].x, fmt, selected.dim, equal, operand, recorded)
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pandas as pd
 
 from binade.data.index.catalog import Catalog
-from binade.data.run.events import Event, EventKind, read_events
+from binade.data.index.run_table import events_of
+from binade.data.run.events import Event, EventKind
 from binade.data.words.filter import Filter
 
 STEPS = 200  # before the event, that are shown
@@ -18,8 +19,8 @@ KEPT = "non_finite_"  # begins the names of the operands and results that were k
 def runs_with_events(opened: Catalog) -> dict[str, list[Event]]:
     """The runs in which one was found, newest first, with these events."""
     runs = {
-        run: [event for event in read_events(opened.root / run) if event.kind == EventKind.NON_FINITE]
-        for run in opened.runs()["run_id"]
+        run: [event for event in events if event.kind == EventKind.NON_FINITE]
+        for run, events in events_of(opened, opened.runs()["run_id"]).items()
     }
     return {run: events for run, events in runs.items() if events}
 

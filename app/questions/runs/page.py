@@ -22,9 +22,9 @@ from binade.app.questions.shared.runs import every_run, matching, run_titles
 from binade.app.view.params import read
 from binade.app.view.view import Reading, View
 from binade.data.index.catalog import Catalog
+from binade.data.index.run_table import events_of
 from binade.data.run.access import ReadOnlyError, read_only
 from binade.data.run.directory import NotesChangedError, RunError, RunNotes, change_notes, parse_notes
-from binade.data.run.events import read_events
 from binade.data.run.notes import on_a_grid
 from binade.data.words.text import counted, one_line
 
@@ -182,7 +182,7 @@ def _notes(opened: Catalog, runs: pd.DataFrame, named: pd.DataFrame) -> None:
 def _events(opened: Catalog, runs: pd.DataFrame) -> None:
     """What happened in the newest runs, the latest first, folded until it is opened."""
     newest = runs["run_id"].head(MOST_RUNS)
-    events, count = opened.kept(("events", opened.progress, tuple(newest)), lambda: _latest(opened.root, newest))
+    events, count = opened.kept(("events", opened.progress, tuple(newest)), lambda: _latest(opened, newest))
     if count:
         shown = ["kind", "iteration", "rank", "trigger", "text", "time", "run"]
         with st.expander(f"{counted(count, 'event')}"):
@@ -200,9 +200,9 @@ def _events(opened: Catalog, runs: pd.DataFrame) -> None:
                 st.caption(f"The latest {MOST_EVENTS} of {count:,} events.")
 
 
-def _latest(root: Path, runs: Iterable[str]) -> tuple[pd.DataFrame, int]:
+def _latest(opened: Catalog, runs: Iterable[str]) -> tuple[pd.DataFrame, int]:
     """(the latest MOST_EVENTS events of runs, how many there are)."""
-    events = [(event, run_id) for run_id in runs for event in reversed(read_events(root / run_id))]
+    events = [(event, run_id) for run_id, own in events_of(opened, runs).items() for event in reversed(own)]
     events.sort(key=lambda pair: pair[0].time, reverse=True)
     rows = [asdict(event) | {"kind": event.kind.value, "run": run_id} for event, run_id in events[:MOST_EVENTS]]
     return pd.DataFrame(rows), len(events)

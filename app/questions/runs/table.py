@@ -19,8 +19,9 @@ from binade.data.compare.loss_gaps import RecipeRuns, by_recipe
 from binade.data.compare.outcomes import DEFINITION, Outcome
 from binade.data.compare.same_data import NATS, states_all
 from binade.data.index.catalog import Catalog
+from binade.data.index.run_table import events_of
 from binade.data.run.directory import IMPORT
-from binade.data.run.events import EventKind, read_events
+from binade.data.run.events import Event, EventKind
 from binade.data.run.experiment import EXPERIMENT
 from binade.data.words.text import counted, number_text
 
@@ -90,9 +91,10 @@ def data_of(opened: Catalog, runs: pd.DataFrame) -> dict[str, Any]:
     firsts = firsts[firsts["run_id"].isin(runs_with_tensors) & firsts["reference"].isin(runs_with_tensors)]
     references: dict[str, str] = dict(zip(firsts["run_id"], firsts["reference"], strict=True))  # for Difference
     cells: dict[str, dict[str, Cell]] = {}
+    events = events_of(opened, described)
     for run_id, run in described.items():
         cost = costs.get(run_id)
-        event = _event(opened, run_id, run, outcomes.get(run_id), cost, references.get(run_id))
+        event = _event(events[run_id], run_id, run, outcomes.get(run_id), cost, references.get(run_id))
         cells[run_id] = _cells(run_id, run, event, cost, losses.get(run_id, ()), named.get(run_id))
     own = compared.costs[compared.costs["run_id"].isin(cells)]
     measurements = titles(opened)
@@ -194,10 +196,15 @@ def _cells(
 
 
 def _event(
-    opened: Catalog, run_id: str, run: Row, outcome: Outcome | None, cost: Row | None, reference: str | None
+    events: Sequence[Event],
+    run_id: str,
+    run: Row,
+    outcome: Outcome | None,
+    cost: Row | None,
+    reference: str | None,
 ) -> Cell | None:
     """The first thing that happened to a run: [text, iteration, look, link]."""
-    found = [event for event in read_events(opened.root / run_id) if event.kind == EventKind.NON_FINITE]
+    found = [event for event in events if event.kind == EventKind.NON_FINITE]
     if found:
         at = found[0].iteration
         link = {"view": "provenance", "run": run_id, "help": f"{found[0].text}. Open First NaN"}

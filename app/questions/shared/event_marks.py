@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -13,29 +12,31 @@ from binade.app.draw import plot, style
 from binade.app.draw.figure import Chart, Drawn, Figure
 from binade.app.questions.shared.runs import every_run
 from binade.data.index.catalog import Catalog
-from binade.data.run.events import EventKind, read_events
+from binade.data.index.run_table import events_of
+from binade.data.run.events import EventKind
 from binade.data.words.filter import Filter
 
 MARKED = (EventKind.TRIGGER, EventKind.WARNING, EventKind.NON_FINITE)
 MOST = 50  # rules of a chart
 
 
-def events_of(runs: Mapping[str, Path]) -> pd.DataFrame:
-    """Columns group, iteration, kind, text: the last MOST events of each run's directory, by the run's group."""
+def marked_events(opened: Catalog, groups: Mapping[str, str]) -> pd.DataFrame:
+    """Columns group, iteration, kind, text: the last MOST events of each run. groups: the run of each group."""
+    events = events_of(opened, groups.values())
     rows = [
         {"group": group, "iteration": event.iteration, "kind": event.kind.value, "text": event.text}
-        for group, directory in runs.items()
-        for event in [entry for entry in read_events(directory) if entry.kind in MARKED][-MOST:]
+        for group, run_id in groups.items()
+        for event in [entry for entry in events[run_id] if entry.kind in MARKED][-MOST:]
     ]
     return pd.DataFrame(rows, columns=["group", "iteration", "kind", "text"])
 
 
 def events_in(opened: Catalog, where: Filter) -> pd.DataFrame:
-    """`events_of` the newest runs that the filter selects."""
+    """`marked_events` of the newest runs that the filter selects."""
     chosen = set(opened.distinct(("run_id",), where)["run_id"])
     runs = every_run(opened)
     newest = runs[runs["run_id"].isin(chosen)].tail(style.MAX_GROUPS)
-    return events_of({label: opened.root / run for label, run in zip(newest["label"], newest["run_id"], strict=True)})
+    return marked_events(opened, dict(zip(newest["label"], newest["run_id"], strict=True)))
 
 
 def with_events(drawn: Drawn, opened: Catalog, where: Filter) -> Drawn:

@@ -30,7 +30,9 @@ from binade.data.compare.loss_gaps import costs, loss_gaps, with_outcomes
 from binade.data.compare.same_data import window_of
 from binade.data.index.catalog import Catalog
 from binade.data.index.run_table import losses_of, runs_with_references
-from binade.data.run.directory import RunError, RunInfo, check_losses, list_runs, read_run, read_steps
+from binade.data.run.directory import RunError, RunInfo, list_runs, read_run
+from binade.data.run.losses import LOSS, read_losses
+from binade.data.run.records import read_lines
 from binade.data.words.filter import Filter
 from tests.compared import compared, gaps_of, printed
 
@@ -89,8 +91,8 @@ def test_curves_and_description(tmp_path):
     wanted = {"recipe": "mxfp8", "operands": recipe.lines(), "recipe_toml": to_toml(recipe), "model": "Model"}
     wanted |= {"parameters": sum(p.numel() for p in Model().parameters()), "tp": 1, "dp": 1}
     assert {name: run.config[name] for name in wanted} == wanted
-    lines = read_steps(run.directory)
-    check_losses(run.directory)
+    lines = read_losses(run.directory)
+    assert read_lines(LOSS, run.directory, "loss.jsonl").problem is None
     assert [line["loss"] for line in lines] == losses and [line["iteration"] for line in lines] == [0, 1, 2]
     assert [line["recorded"] for line in lines] == [True, False, False]
     assert all(line["tokens"] == 32 and line["grad_norm"] > 0 for line in lines)
@@ -172,7 +174,7 @@ def test_losses_without_data_do_not_match(tmp_path):
             recorder.log(loss=1.0)
             recorder.step()
             recorder.log(loss=float("nan"))
-    assert [line["loss"] for line in read_steps(list_runs(tmp_path)[0][0].directory)] == [1.0, None]
+    assert [line["loss"] for line in read_losses(list_runs(tmp_path)[0][0].directory)] == [1.0, None]
     assert not gaps_of(tmp_path)
 
 
@@ -194,7 +196,7 @@ def test_trainer_logs_by_itself(tmp_path, every, iterations, windows):
         trainer.train()
     trainer.save_state()
     run = read_run(recorder.writer.directory)
-    lines = [line for line in read_steps(run.directory) if line["loss"] is not None]
+    lines = [line for line in read_losses(run.directory) if line["loss"] is not None]
     history = [each for each in trainer.state.log_history if "loss" in each]
     assert [line["loss"] for line in lines] == [each["loss"] for each in history]
     assert [line["grad_norm"] for line in lines] == [each["grad_norm"] for each in history]
@@ -233,7 +235,7 @@ def test_a_trainer_that_resumes_is_compared(tmp_path):
     fine_tune(tmp_path, "mxfp8", 2)
     checkpoint = tmp_path / "out-mxfp8" / "checkpoint-2"
     resumed = fine_tune(tmp_path, "mxfp8", 4, str(checkpoint))
-    lines, whole = read_steps(resumed.directory), read_steps(plain.directory)
+    lines, whole = read_losses(resumed.directory), read_losses(plain.directory)
     assert [line["iteration"] for line in lines] == [2, 3]
     assert [line["data_sha256"] for line in lines] == [line["data_sha256"] for line in whole[2:]]
     with Catalog.open(tmp_path / "runs") as catalog:
@@ -381,7 +383,7 @@ def test_other_images_are_other_data(tmp_path):
             for _ in range(2):
                 model({"ids": ids, "image": image}).sum().backward()
                 recorder.log(loss=1.0)
-        return [line["data_sha256"] for line in read_steps(recorder.writer.directory)]
+        return [line["data_sha256"] for line in read_losses(recorder.writer.directory)]
 
     image = torch.randn(2, 3, 4)
     assert digests("bf16", image) == digests("mxfp8", image)

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from binade.collector import Recorder, TrainerCallback, Watch, instrument
 from binade.collector.capture.measure import RecorderError
 from binade.collector.errors import ConfigError
-from binade.data.run.directory import RunInfo, read_run, read_steps
+from binade.data.run.directory import RunInfo, read_run
 from binade.data.run.evaluations import read_held_out
+from binade.data.run.losses import read_losses
 
 pytestmark = pytest.mark.slow
 
@@ -66,7 +67,7 @@ def test_the_trainer_evaluates_each_sequence(tmp_path: Path):
     assert found[3].losses == pytest.approx(losses_of(model), rel=1e-5)
     rounded, _ = trained(tmp_path, "mxfp8", **options)
     plain, _ = trained(tmp_path, "mxfp8")
-    steps, other = read_steps(rounded.directory), read_steps(plain.directory)
+    steps, other = read_losses(rounded.directory), read_losses(plain.directory)
     for name in ("iteration", "loss", "data_sha256", "weights_sha256"):
         assert [step[name] for step in steps] == [step[name] for step in other]
     assert rounded.status.tensors == plain.status.tensors

@@ -9,7 +9,8 @@ import pandas as pd
 import pytest
 
 from binade.data.index.catalog import Catalog
-from binade.data.run.directory import DONE, read_losses
+from binade.data.run.directory import DONE
+from binade.data.run.losses import read_losses
 from binade.data.words.filter import Filter
 
 pytestmark = pytest.mark.slow

@@ -17,7 +17,8 @@ from binade.collector.models.registry import MODELS
 from binade.collector.recipes.recipe import OPERANDS, TEN_RECIPES
 from binade.collector.training.config import RunConfig
 from binade.collector.training.plan import plan
-from binade.data.run.directory import RunWriter, list_runs, read_steps
+from binade.data.run.directory import RunWriter, list_runs
+from binade.data.run.losses import read_losses
 from binade.data.run.tensor_kinds import tensor_names
 from binade.quant.formats import FORMATS
 from tests.conftest import PROJECT, ended, run_collector, start_python
@@ -224,7 +225,7 @@ def test_a_batch_goes_on_after_what_diverged(command, capsys, tmp_path):
     (runs, _) = list_runs(tmp_path / "runs")
     assert [run.config["recipe"] for run in runs] == ["bf16", "mxfp4"]
     for run in runs:
-        assert [step["loss"] is None for step in read_steps(run.directory)] == [False, False, True]
+        assert [step["loss"] is None for step in read_losses(run.directory)] == [False, False, True]
     assert command("compare", str(tmp_path / "runs")) == 0
     assert "mxfp4  diverged at iteration 2; bf16 diverged at iteration 2" in capsys.readouterr().out
 
