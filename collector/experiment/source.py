@@ -119,7 +119,7 @@ def _opened(
         facts["weights"] = {"sha256": f"{source.weights.name}/{_restore(model, source.weights)}"}
         facts["measured_run"] = source.weights.name
     weights = (
-        describe_weights(checkpoint.path, checkpoint.tensors.quantized)
+        describe_weights(checkpoint.path)
         if checkpoint
         else f"drawn with seed {config.seed}"
     )

@@ -139,6 +139,10 @@ class GgufTensors(Tensors):
     def read(self, name: str) -> Tensor:
         return torch.tensor(self._file.read(self._names[name]))
 
+    def stored_as(self, name: str) -> str:
+        """The type of a quantized tensor, such as Q4_1; "" if it is not quantized."""
+        return self._file.stored_as(self._names[name])
+
 
 class SafetensorsFiles(Tensors):
     """The tensors of the safetensors files in a directory, dequantized when they are read. base: what the names begin

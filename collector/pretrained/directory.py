@@ -6,7 +6,7 @@ metadata. A model whose layers a family here can compute belongs to that family;
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -68,8 +68,14 @@ def name_of(path: Path) -> str:
     return file.stem if file else path.resolve().name
 
 
-def describe_weights(path: Path, quantized: Sequence[str]) -> str:
-    """A description of where a model's weights come from. quantized: as in `checkpoint.Tensors`."""
+def describe_weights(path: Path) -> str:
+    """A description of where a model's weights come from. Raises ConfigError."""
+    if file := gguf_of(path):
+        quantized = open_gguf(file).quantized()
+    else:
+        with readable():
+            method = quantization_of(path, read_json(path / CONFIG)).get("quant_method")
+        quantized = (str(method),) if method else ()
     grid = (
         f", dequantized from {' and '.join(quantized)}: their values lie on a quantization grid, so the rounding "
         "errors of weights are meaningless"

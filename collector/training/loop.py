@@ -271,7 +271,7 @@ def _train(
         f"{shape.parameters / 1e6:.1f} M weights, on {config.device}"
     )
     if checkpoint:
-        report(f"weights {describe_weights(checkpoint.path, checkpoint.tensors.quantized)}")
+        report(f"weights {describe_weights(checkpoint.path)}")
     start, warm_up = 0, config.warmup_iterations
     if resumed:
         start = resumed.done

@@ -25,6 +25,7 @@ from binade.data.exchange.quantized.settings import (
     read_settings,
 )
 from binade.data.exchange.quantized.stored import Decoded, LayoutError, StoredWeight
+from binade.data.run.store import TensorFileError
 from binade.data.words.text import and_more, describe
 
 WEIGHTS = "model.safetensors"
@@ -211,3 +212,17 @@ def _facts(text: str) -> Mapping[str, Any]:
         return {}
     facts = found.get("_data") if isinstance(found, dict) else None
     return facts if isinstance(facts, dict) else {}
+
+
+def dequantized(path: Path, name: str) -> Tensor | None:
+    """The values of a quantized weight whose codes are in a file; None if the file is not of a checkpoint or has no
+    such weight. Raises TensorFileError."""
+    if not (path.parent / CONFIG).is_file():
+        return None
+    try:
+        checkpoint = SafetensorsCheckpoint(path.parent)
+        if name not in checkpoint.quantized or checkpoint.place(name).path.name != path.name:
+            return None
+        return checkpoint.read(name)
+    except CheckpointError as error:
+        raise TensorFileError(str(error)) from error

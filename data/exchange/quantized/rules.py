@@ -10,6 +10,8 @@ from typing import Any
 import re2
 
 REGEX = "re:"  # begins a regular expression in configurations of compressed-tensors
+QUIET = re2.Options()
+QUIET.log_errors = False  # they are raised
 LEFT_OUT = "-:"  # begins one in GPTQModel's `dynamic` that leaves modules out
 
 
@@ -67,7 +69,7 @@ def _rule(key: str, pattern: str, excludes: bool, of: Callable[[str], Callable[[
 
 
 def _regex(pattern: str) -> Callable[[str], bool]:
-    compiled = re2.compile(pattern)
+    compiled = re2.compile(pattern, QUIET)
     return lambda module: compiled.match(module) is not None
 
 
@@ -79,9 +81,9 @@ def _compressed(pattern: str) -> Callable[[str], bool]:
 def _transformers(pattern: str) -> Callable[[str], bool]:
     """transformers' should_convert_module: the end of a path, or a regular expression for the first modules of it."""
     try:
-        compiled = re2.compile(pattern)
+        compiled = re2.compile(pattern, QUIET)
     except re2.error:
-        compiled = re2.compile(re.escape(pattern))
+        compiled = re2.compile(re.escape(pattern), QUIET)
 
     def matches(module: str) -> bool:
         ends = [match.start() for match in re.finditer(r"\.", module)]
@@ -92,13 +94,14 @@ def _transformers(pattern: str) -> Callable[[str], bool]:
 
 def _wildcard(pattern: str) -> Callable[[str], bool]:
     """ModelOpt: a path with * and ?; that of a module also covers those below it."""
-    compiled = re2.compile("".join({"*": ".*", "?": "."}.get(letter, re.escape(letter)) for letter in pattern))
+    compiled = re2.compile("".join({"*": ".*", "?": "."}.get(letter, re.escape(letter)) for letter in pattern), QUIET)
     below = f"{pattern}."
     return lambda module: compiled.fullmatch(module) is not None or module.startswith(below)
 
 
-_OF_TRANSFORMERS = {"modules_to_not_convert": _transformers}
-_EXCLUDING: dict[str, dict[str, Callable[[str], Callable[[str], bool]]]] = {
+Reading = Callable[[str], Callable[[str], bool]]
+_OF_TRANSFORMERS: dict[str, Reading] = {"modules_to_not_convert": _transformers}
+_EXCLUDING: dict[str, dict[str, Reading]] = {
     "fp8": _OF_TRANSFORMERS,
     "mxfp4": _OF_TRANSFORMERS,
     "awq": _OF_TRANSFORMERS,

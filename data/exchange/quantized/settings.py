@@ -37,8 +37,8 @@ def check_method(directory: Path, settings: Mapping[str, Any]) -> None:
     """Raise CheckpointError if the weights were quantized by a tool whose layouts are not known."""
     if settings and (method := settings.get("quant_method")) not in METHODS:
         raise CheckpointError(
-            f"checkpoint {directory} is quantized by {method!r} (quantization_config): only {', '.join(METHODS)} can be "
-            "dequantized; give one of these, or one that is not quantized"
+            f"checkpoint {directory} is quantized by {method!r} (quantization_config): only {', '.join(METHODS)} can "
+            "be dequantized; give one of these, or one that is not quantized"
         )
 
 

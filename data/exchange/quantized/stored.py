@@ -213,7 +213,7 @@ def scaled(
     if stored.facts.get("is_swizzled_scales") and block:
         scale = unswizzled(stored, scale, (codes.shape[-2], -(-codes.shape[-1] // lengths[1])) if lengths else ())
     if scale.numel() == 1:
-        scale, lengths = scale.reshape([1] * codes.dim()), codes.shape[-2:]
+        scale, lengths = scale.reshape([1] * codes.dim()), (codes.shape[-2], codes.shape[-1])
     elif scale.dim() == 1 and codes.dim() == 2:
         scale = scale[:, None]
     whole = spread(scale, tuple(codes.shape), lengths)

@@ -1,0 +1,88 @@
+"""Which spec made a weight from the original: the specs with the element and block of its layout, then `identify`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from binade.collector.audit.weights import CheckpointWeight
+from binade.quant.elements import Element
+from binade.quant.identification.candidates import specs
+from binade.quant.identification.pair import Pair, differs, is_apart
+from binade.quant.identification.search import identify
+from binade.quant.options import Block
+from binade.quant.specs import Spec
+
+Kind = tuple[Element, Block]
+
+
+@dataclass(frozen=True)
+class Match:
+    """How a weight compares with a spec.
+
+    spec       that makes the weight, or is nearest
+    differing  how many values have other bits, apart: by more than two units in the last place
+    values     of how many
+    identified what `identify` says, of the first weight of a kind that no spec makes
+    """
+
+    spec: Spec
+    differing: int
+    apart: int
+    values: int
+    identified: str = ""
+
+    @property
+    def words(self) -> str:
+        if not self.differing:
+            return f"bit-equal to {self.spec}"
+        if not self.apart:
+            return f"as {self.spec}, up to two units in the last place"
+        return f"{self.apart:,} of {self.values:,} values are not those of {self.spec}"
+
+
+@dataclass
+class Matcher:
+    """Matches the weights of a checkpoint in turn. `identify` takes seconds, so it is asked once for a kind of weight
+    that no spec makes; the others of the kind are compared with the spec that it names."""
+
+    _nearest: dict[Kind, Spec] = field(default_factory=dict)
+
+    def match(self, x: Tensor, weight: CheckpointWeight) -> Match | None:
+        """x: the original, [..., out, in]. None if no format here has such codes and blocks."""
+        element, block = weight.decoded.element, weight.decoded.block
+        if element is None or block is None:
+            return None
+        kind = element, block
+        possible = [spec for spec in specs((block,)) if (spec.format.element, spec.block) == kind]
+        if not possible:
+            return None
+        pair = Pair.of(x, weight.decoded.values, -1 % x.dim())
+        found = self._of_specs(pair, possible)
+        if found and not found.apart:
+            return found
+        if kind in self._nearest:
+            return _compared(pair, self._nearest[kind])
+        identified = identify(x, weight.decoded.values, among=possible, dim=-1)
+        best = (*identified.matches, *identified.nearest)[0]
+        self._nearest[kind] = best.spec
+        same = _compared(pair, best.spec)
+        return Match(best.spec, same.differing, same.apart, same.values, str(best))
+
+    def _of_specs(self, pair: Pair, possible: list[Spec]) -> Match | None:
+        """The spec that makes all values, or one that comes within two units in the last place."""
+        near = None
+        for spec in pair.surviving(possible):
+            few = pair.few(spec)
+            if not is_apart(pair.rounded(spec, few), few.q).any():
+                found = _compared(pair, spec)
+                if not found.differing:
+                    return found
+                near = near if near and near.apart <= found.apart else found
+        return near
+
+
+def _compared(pair: Pair, spec: Spec) -> Match:
+    y = pair.rounded(spec, pair)
+    return Match(spec, int(differs(y, pair.q).sum()), int(is_apart(y, pair.q).sum()), pair.q.numel())
