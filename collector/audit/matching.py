@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -24,6 +24,7 @@ class Match:
     spec       that makes the weight, or is nearest
     differing  how many values have other bits, apart: by more than two units in the last place
     values     of how many
+    equal      all specs that make it to the bit: a weight may not tell them apart
     identified what `identify` says, of the first weight of a kind that no spec makes
     """
 
@@ -31,12 +32,13 @@ class Match:
     differing: int
     apart: int
     values: int
+    equal: tuple[Spec, ...] = ()
     identified: str = ""
 
     @property
     def words(self) -> str:
-        if not self.differing:
-            return f"bit-equal to {self.spec}"
+        if self.equal:
+            return f"bit-equal to {' and '.join(map(str, self.equal))}"
         if not self.apart:
             return f"as {self.spec}, up to two units in the last place"
         return f"{self.apart:,} of {self.values:,} values are not those of {self.spec}"
@@ -56,6 +58,7 @@ class Matcher:
             return None
         kind = element, block
         possible = [spec for spec in specs((block,)) if (spec.format.element, spec.block) == kind]
+        possible.sort(key=lambda spec: len(str(spec)))  # the simplest first
         if not possible:
             return None
         pair = Pair.of(x, weight.decoded.values, -1 % x.dim())
@@ -68,19 +71,18 @@ class Matcher:
         best = (*identified.matches, *identified.nearest)[0]
         self._nearest[kind] = best.spec
         same = _compared(pair, best.spec)
-        return Match(best.spec, same.differing, same.apart, same.values, str(best))
+        return replace(same, identified=str(best))
 
     def _of_specs(self, pair: Pair, possible: list[Spec]) -> Match | None:
-        """The spec that makes all values, or one that comes within two units in the last place."""
-        near = None
+        """The specs that make all values, else one that comes nearest; None if none is near in a few blocks."""
+        found: list[Match] = []
         for spec in pair.surviving(possible):
             few = pair.few(spec)
             if not is_apart(pair.rounded(spec, few), few.q).any():
-                found = _compared(pair, spec)
-                if not found.differing:
-                    return found
-                near = near if near and near.apart <= found.apart else found
-        return near
+                found.append(_compared(pair, spec))
+        best = min(found, key=lambda match: (match.apart, match.differing), default=None)
+        equal = tuple(match.spec for match in found if not match.differing)
+        return replace(best, equal=equal) if best else None
 
 
 def _compared(pair: Pair, spec: Spec) -> Match:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
@@ -40,7 +41,7 @@ def _against(group: Sequence[AuditedWeight]) -> Iterator[str]:
         (low, worst), (high, _) = known[0], known[-1]
         yield f"    SQNR {low:.2f} to {high:.2f} dB, lowest {worst}"
     matches = [weight for weight in group if weight.match]
-    for words, same in _grouped(matches, _match).items():
+    for words, same in _grouped(matches, lambda weight: _match(weight, matches)).items():
         yield f"    {words}: {_names(same)}"
     for weight in matches:
         if weight.match and weight.match.identified:
@@ -49,9 +50,15 @@ def _against(group: Sequence[AuditedWeight]) -> Iterator[str]:
         yield f"    no spec has such codes: {counted(len(known) - len(matches), 'weight')}"
 
 
-def _match(weight: AuditedWeight) -> str:
+def _match(weight: AuditedWeight, group: Sequence[AuditedWeight]) -> str:
+    """How a weight compares with a spec: of several that make it, the one that makes most weights of its group."""
     match = weight.match
-    return "" if match is None else f"not those of {match.spec}" if match.apart else match.words
+    if match is None:
+        return ""
+    made = Counter(spec for other in group if other.match for spec in other.match.equal)
+    if match.equal:
+        return f"bit-equal to {max(match.equal, key=lambda spec: made[spec])}"
+    return f"not those of {match.spec}" if match.apart else match.words
 
 
 def _grouped(weights: Sequence[AuditedWeight], key: Callable[[AuditedWeight], Key]) -> dict[Key, list[AuditedWeight]]:

@@ -168,7 +168,6 @@ ALTERATIONS = (
     Alteration("scales are rounded up when they are stored", scale=_stored(True)),
     Alteration("scales are rounded down when they are stored", scale=_stored(False)),
     Alteration("scales are rounded to bfloat16", scale=_of_bf16),
-    Alteration("scales, and x over its scale, are rounded to bfloat16", scale=_of_bf16, scaled=_cast(BF16)),
     TOWARD_ZERO,
     AWAY_FROM_ZERO,
     Alteration("values are rounded down", round=_down),
@@ -180,5 +179,6 @@ ALTERATIONS = (
     Alteration("values are rounded twice: x to E4M3 first", before=_through("fp8_e4m3(scale=none)")),
     Alteration("values are rounded twice: x to E5M2 first", before=_through("fp8_e5m2(scale=none)")),
     Alteration("values are rounded twice: x to mxfp8 first", before=_through("mxfp8")),
+    Alteration("scales, and x over its scale, are rounded to bfloat16", scale=_of_bf16, scaled=_cast(BF16)),
 )  # fmt: skip
 """The alterations that `identify` tries, the simplest first."""
