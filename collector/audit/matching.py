@@ -24,7 +24,7 @@ class Match:
     spec       that makes the weight, or is nearest
     differing  how many values have other bits, apart: by more than two units in the last place
     values     of how many
-    equal      all specs that make it to the bit: a weight may not tell them apart
+    making     all specs that make it, to the bit if one does: a weight may not tell them apart
     identified what `identify` says, of the first weight of a kind that no spec makes
     """
 
@@ -32,16 +32,14 @@ class Match:
     differing: int
     apart: int
     values: int
-    equal: tuple[Spec, ...] = ()
+    making: tuple[Spec, ...] = ()
     identified: str = ""
 
-    @property
-    def words(self) -> str:
-        if self.equal:
-            return f"bit-equal to {' and '.join(map(str, self.equal))}"
-        if not self.apart:
-            return f"as {self.spec}, up to two units in the last place"
-        return f"{self.apart:,} of {self.values:,} values are not those of {self.spec}"
+    def words(self, spec: Spec) -> str:
+        """How it compares, with one of `making`, or `spec`."""
+        if not self.differing:
+            return f"bit-equal to {spec}"
+        return f"as {spec}, up to two units in the last place" if not self.apart else f"not those of {spec}"
 
 
 @dataclass
@@ -81,8 +79,10 @@ class Matcher:
             if not is_apart(pair.rounded(spec, few), few.q).any():
                 found.append(_compared(pair, spec))
         best = min(found, key=lambda match: (match.apart, match.differing), default=None)
-        equal = tuple(match.spec for match in found if not match.differing)
-        return replace(best, equal=equal) if best else None
+        if best is None or best.apart:
+            return best
+        exact = not best.differing
+        return replace(best, making=tuple(m.spec for m in found if not (m.differing if exact else m.apart)))
 
 
 def _compared(pair: Pair, spec: Spec) -> Match:

@@ -11,6 +11,7 @@ from pathlib import Path, PurePath
 import pyarrow as pa
 
 from binade.collector.audit.audit import Audit, AuditedWeight, Auditing
+from binade.collector.audit.matching import Match
 from binade.collector.audit.weights import CheckpointWeight
 from binade.collector.imports.file_rows import identity_of, origin_of
 from binade.collector.imports.log import AFTER
@@ -97,7 +98,7 @@ class _Rows:
         log = replace(log, refused=None, version="audit", order=self.count, original_quant_type=weight.stored or None)
         log = replace(log, stage=AFTER) if weight.stored else log
         match, error = found.match, found.error
-        notes = (*found.findings, *([match.words[:1].upper() + match.words[1:] + "."] if match else []))
+        notes = (*found.findings, *_compared(match))
         score = [Score(format=str(match.spec), gemm=Gemm.FORWARD, used=True, error=error)] if match and error else []
         self.count += 1
         self.without_values += state is None
@@ -131,3 +132,13 @@ class _Rows:
             status = os.stat(file)
             self._states[file] = FileState(sha256(file), status.st_size, changed_ns(status))
         return self._states[file]
+
+
+def _compared(match: Match | None) -> list[str]:
+    """A sentence on how a weight compares with specs."""
+    if match is None:
+        return []
+    if match.apart:
+        return [f"{match.apart:,} of {match.values:,} values are not those of {match.spec}."]
+    bits = "to the bit" if not match.differing else "up to two units in the last place"
+    return [f"The values are those of {' and of '.join(map(str, match.making or (match.spec,)))}, {bits}."]

@@ -55,10 +55,8 @@ def _match(weight: AuditedWeight, group: Sequence[AuditedWeight]) -> str:
     match = weight.match
     if match is None:
         return ""
-    made = Counter(spec for other in group if other.match for spec in other.match.equal)
-    if match.equal:
-        return f"bit-equal to {max(match.equal, key=lambda spec: made[spec])}"
-    return f"not those of {match.spec}" if match.apart else match.words
+    made = Counter(spec for other in group if other.match for spec in other.match.making)
+    return match.words(max(match.making, key=lambda spec: made[spec]) if match.making else match.spec)
 
 
 def _grouped(weights: Sequence[AuditedWeight], key: Callable[[AuditedWeight], Key]) -> dict[Key, list[AuditedWeight]]:
