@@ -3,67 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from binade.collector.audit.matching import Match, Matcher
+from binade.collector.audit.matching import Matcher
+from binade.collector.audit.result import Audit, AuditedWeight
 from binade.collector.audit.weights import AuditedCheckpoint, CheckpointWeight
 from binade.collector.errors import ConfigError
 from binade.data.exchange.quantized.stored import by
 from binade.data.words.text import and_more, counted
-from binade.quant.measurements import Errors
 from binade.quant.metrics import errors
 
 HUGE = 2.0**16  # a scale of more times the median scale of its weight is reported
 WRONG = 0.5  # a relative error that no format here has: the values are others
-
-
-@dataclass(frozen=True)
-class AuditedWeight:
-    """A weight that was audited.
-
-    stored    as in CheckpointWeight
-    block     the values that share a scale, in words; "" if not known
-    rule      that leaves it out of quantization, or ""
-    findings  what is wrong with it
-    error     against the original; None without one
-    match     with a spec; None without an original, or if no format here has such codes
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    stored: str
-    dtype: str
-    block: str
-    rule: str
-    findings: tuple[str, ...]
-    error: Errors | None = None
-    match: Match | None = None
-
-
-@dataclass(frozen=True)
-class Audit:
-    """An audit.
-
-    weights   of two or more axes, in the order of their names
-    findings  of the configuration, of what cannot be decoded, and of single weights
-    run_id    of the run that has it
-    """
-
-    path: Path
-    against: Path | None
-    method: str
-    weights: tuple[AuditedWeight, ...]
-    findings: tuple[str, ...]
-    run_id: str = ""
-
-    def __str__(self) -> str:
-        from binade.collector.audit.text import lines
-
-        return "\n".join(lines(self))
 
 
 class Auditing:

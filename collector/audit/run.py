@@ -10,8 +10,9 @@ from pathlib import Path, PurePath
 
 import pyarrow as pa
 
-from binade.collector.audit.audit import Audit, AuditedWeight, Auditing
+from binade.collector.audit.audit import Auditing
 from binade.collector.audit.matching import Match
+from binade.collector.audit.result import Audit, AuditedWeight
 from binade.collector.audit.weights import CheckpointWeight
 from binade.collector.imports.file_rows import identity_of, origin_of
 from binade.collector.imports.log import AFTER

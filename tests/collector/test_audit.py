@@ -18,7 +18,7 @@ import binade
 from binade.app.questions.shared.rounded import ROUNDED_ALREADY
 from binade.app.questions.shared.selection import recorded_in
 from binade.cli import main
-from binade.collector.audit.audit import Audit
+from binade.collector.audit.result import Audit
 from binade.data.compare.difference import difference
 from binade.data.exchange.quantized.files import SafetensorsCheckpoint
 from binade.data.index.catalog import Catalog

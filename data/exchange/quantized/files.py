@@ -16,7 +16,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from binade.data.exchange.quantized.layouts import LAYOUTS, Layout
+from binade.data.exchange.quantized.layouts import LAYOUTS, WeightLayout
 from binade.data.exchange.quantized.settings import (
     CONFIG,
     CheckpointError,
@@ -49,7 +49,7 @@ class TensorPlace:
 class QuantizedWeight:
     """A weight that is stored in a layout, as the tensors of these names."""
 
-    layout: Layout
+    layout: WeightLayout
     names: Mapping[str, str]
 
 

@@ -1,21 +1,65 @@
-"""An audit as text."""
+"""What `audit` returns, and how it reads."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
 
+from binade.collector.audit.matching import Match
 from binade.data.words.text import counted
-
-if TYPE_CHECKING:
-    from binade.collector.audit.audit import Audit, AuditedWeight
+from binade.quant.measurements import Errors
 
 LISTED = 20  # findings
 Key = TypeVar("Key")
 
 
-def lines(audit: Audit) -> Iterator[str]:
+@dataclass(frozen=True)
+class AuditedWeight:
+    """A weight that was audited.
+
+    stored    as in CheckpointWeight
+    block     the values that share a scale, in words; "" if not known
+    rule      that leaves it out of quantization, or ""
+    findings  what is wrong with it
+    error     against the original; None without one
+    match     with a spec; None without an original, or if no format here has such codes
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    stored: str
+    dtype: str
+    block: str
+    rule: str
+    findings: tuple[str, ...]
+    error: Errors | None = None
+    match: Match | None = None
+
+
+@dataclass(frozen=True)
+class Audit:
+    """An audit.
+
+    weights   of two or more axes, in the order of their names
+    findings  of the configuration, of what cannot be decoded, and of single weights
+    run_id    of the run that has it
+    """
+
+    path: Path
+    against: Path | None
+    method: str
+    weights: tuple[AuditedWeight, ...]
+    findings: tuple[str, ...]
+    run_id: str = ""
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+def _lines(audit: Audit) -> Iterator[str]:
     """The report: a line for each format, and for each rule that leaves weights out, then the findings."""
     quantized = [weight for weight in audit.weights if weight.stored]
     count = f"{len(quantized):,} of {counted(len(audit.weights), 'weight')} quantized"
