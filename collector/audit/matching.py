@@ -15,6 +15,7 @@ from binade.quant.options import Block
 from binade.quant.specs import Spec
 
 Kind = tuple[Element, Block]
+MOST = 4  # specs that are compared on all values of a weight, the simplest first
 
 
 @dataclass(frozen=True)
@@ -64,20 +65,20 @@ class Matcher:
         if found and not found.apart:
             return found
         if kind in self._nearest:
-            return _compared(pair, self._nearest[kind])
+            return _compared(pair, self._nearest[kind], pair)
         identified = identify(x, weight.decoded.values, among=possible, dim=-1)
         best = (*identified.matches, *identified.nearest)[0]
         self._nearest[kind] = best.spec
-        same = _compared(pair, best.spec)
+        same = _compared(pair, best.spec, pair)
         return replace(same, identified=str(best))
 
     def _of_specs(self, pair: Pair, possible: list[Spec]) -> Match | None:
         """The specs that make all values, else one that comes nearest; None if none is near in a few blocks."""
-        found: list[Match] = []
-        for spec in pair.surviving(possible):
-            few = pair.few(spec)
-            if not is_apart(pair.rounded(spec, few), few.q).any():
-                found.append(_compared(pair, spec))
+        few = {spec: pair.few(spec) for spec in pair.surviving(possible)}
+        tried = {spec: _compared(part, spec, pair) for spec, part in few.items()}
+        near = [spec for spec in tried if not tried[spec].apart]
+        near = [spec for spec in near if not tried[spec].differing] or near
+        found = [_compared(pair, spec, pair) for spec in near[:MOST]]
         best = min(found, key=lambda match: (match.apart, match.differing), default=None)
         if best is None or best.apart:
             return best
@@ -85,6 +86,7 @@ class Matcher:
         return replace(best, making=tuple(m.spec for m in found if not (m.differing if exact else m.apart)))
 
 
-def _compared(pair: Pair, spec: Spec) -> Match:
-    y = pair.rounded(spec, pair)
-    return Match(spec, int(differs(y, pair.q).sum()), int(is_apart(y, pair.q).sum()), pair.q.numel())
+def _compared(part: Pair, spec: Spec, whole: Pair) -> Match:
+    """A part of a pair against the spec, with the scales of the whole."""
+    y = whole.rounded(spec, part)
+    return Match(spec, int(differs(y, part.q).sum()), int(is_apart(y, part.q).sum()), part.q.numel())
