@@ -20,6 +20,7 @@ from binade import moved
 if TYPE_CHECKING:
     from binade.collector import Merge, Recorder, Watch, coverage, instrument, instrument_provider, measure
     from binade.collector import TrainerCallback as TrainerCallback  # not in __all__: it needs transformers
+    from binade.collector.audit.run import audit
     from binade.data.exchange.export import Sink
     from binade.data.index.catalog import Catalog
     from binade.data.words.filter import Filter
@@ -39,6 +40,7 @@ _HOME = {
     "Recorder": "collector",
     "TrainerCallback": "collector",
     "Watch": "collector",
+    "audit": "collector.audit.run",
     "coverage": "collector",
     "instrument": "collector",
     "instrument_provider": "collector",
@@ -56,6 +58,7 @@ __all__ = [
     "Recorder",
     "Sink",
     "Watch",
+    "audit",
     "compare",
     "conform",
     "coverage",

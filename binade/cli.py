@@ -36,6 +36,7 @@ COMMANDS = {
         "compare": "collector.cli.compare_command:compare",
         "identify": "collector.cli.identify:identify",
         "conform": "collector.cli.conform:conform",
+        "audit": "collector.cli.audit:audit",
         "report": "app.cli:report",
         "diff": "collector.cli.diff_command:diff",
         "export": "collector.cli.export_command:export",

@@ -55,6 +55,7 @@ ONLY_PARSED = {
     "measure RUN": "needs the name of a run; tests/collector/test_measure.py",
     "identify": "needs a kernel's tensors; tests/collector/cli/test_identify_command.py",
     "conform": "needs a kernel; tests/collector/cli/test_identify_command.py",
+    "audit": "needs a checkpoint; tests/collector/test_audit.py",
     "run --dataset": "needs the user's text; tests/collector/test_datasets.py",
 }
 # Python blocks that are compiled only: a text in them, and why.

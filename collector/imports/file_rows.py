@@ -122,20 +122,22 @@ def _read_statistics(job: FileJob, importer: Importer) -> FileRead:
     for number, tensor in enumerate(statistics.tensors):
         if tensor.impossible:
             continue
-        identity = _identity(tensor.log)
+        identity = identity_of(tensor.log)
         tensor_id = _tensor_id(job, number, identity, sorted(tensor.columns.items()))
-        rows.append(LoggedRow(tensor_id, "", identity, _origin(tensor.log), tensor.columns))
+        rows.append(LoggedRow(tensor_id, "", identity, origin_of(tensor.log), tensor.columns))
     if not (rows or refused):
         refused = [Refusal(name, "it has no statistics")]
     return FileRead(rows, refused, importer.name)
 
 
-def _identity(log: TensorLog) -> Identity:
+def identity_of(log: TensorLog) -> Identity:
+    """What a tensor is, by its log."""
     words = {name: getattr(log, name) for name in Identity.__annotations__ if hasattr(log, name)}
     return Identity(model=None, size=None, dataset=None, recipe=None, **words)
 
 
-def _origin(log: TensorLog, *notes: str, **of_file: Any) -> Origin:
+def origin_of(log: TensorLog, *notes: str, **of_file: Any) -> Origin:
+    """Where a tensor is from, by its log, with further notes and facts of its file."""
     return Origin(
         source_version=log.version,
         original_quant_type=log.original_quant_type,
@@ -167,7 +169,7 @@ def _row(
     return TensorRow(
         tensor_id=tensor_id,
         run_id="",
-        identity=_identity(log),
+        identity=identity_of(log),
         captured=log.captured,
         shape=tuple(x.shape),
         dtype=dtype,
@@ -177,7 +179,7 @@ def _row(
         summary=summarize(x),
         scores=[Score(format=name, error=score(x, name, -1 if axis is None else axis)) for name in scores],
         shard=None,
-        origin=_origin(log, *notes, file_key=foreign.key, file_size=state.size, file_time_ns=state.time_ns),
+        origin=origin_of(log, *notes, file_key=foreign.key, file_size=state.size, file_time_ns=state.time_ns),
         sha256=state.sha256,
         trace=None if log.tensor_name in MAPS else Trace(*hot_channels_later(x)()),
     )

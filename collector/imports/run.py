@@ -11,7 +11,7 @@ from typing import Any
 from binade.data.run.continued import continued_run
 from binade.data.run.directory import IMPORT, RunInfo, RunWriter
 
-SAME = ("kind", "source", "loss_column")  # two imports that agree in these fields of run.json are one run
+SAME = ("kind", "source", "loss_column", "audit")  # two imports that agree in these fields of run.json are one run
 
 
 @contextmanager
@@ -20,10 +20,8 @@ def run_of_import(
 ) -> Iterator[RunWriter]:
     """The run with this configuration, which has a `source`; a new one if none is replaceable. Raises as
     `continued_run`."""
-    label = re.sub(r"[^A-Za-z0-9.-]+", "-", Path(config["source"]).name).strip("-.")[:40]
-    busy = f"{config['source']} is being imported"
-    with continued_run(root, f"import_{label or 'logs'}", {"kind": IMPORT, **config}, SAME, busy, replaceable) as (
-        writer,
-        _,
-    ):
+    label = re.sub(r"[^A-Za-z0-9.-]+", "-", Path(config["source"]).name).strip("-.")[:40] or "logs"
+    word, doing = ("audit", "audited") if "audit" in config else ("import", "imported")
+    busy = f"{config['source']} is being {doing}"
+    with continued_run(root, f"{word}_{label}", {"kind": IMPORT, **config}, SAME, busy, replaceable) as (writer, _):
         yield writer

@@ -14,25 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
-from binade.collector.errors import ConfigError, raising
+from binade.collector.errors import ConfigError
 from binade.collector.models.model import GPTModel
 from binade.collector.models.shape import Shape
 from binade.collector.models.specs import WeightSpec
 from binade.collector.pretrained.causal_lm import CausalLM
-from binade.collector.pretrained.directory import CONFIG, FP8, block_of, gguf_of, read_json, read_shape
+from binade.collector.pretrained.directory import gguf_of, read_shape, readable
 from binade.collector.pretrained.gguf_file import open_gguf
 from binade.collector.pretrained.transformers_model import TransformersShape, load
 from binade.collector.ranks import SINGLE, RankGroup
+from binade.data.exchange.quantized.files import SafetensorsCheckpoint
+from binade.data.exchange.quantized.stored import by
 
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-
-# Values of other dtypes are quantized, and meaningless without their scales.
-DTYPES = ("F64", "F32", "F16", "BF16")
-SCALE = "_scale_inv"  # ends the names of the scales of weights in FP8, one for each block
 HEAD = "lm_head.weight"  # which a file may hold for a tied embedding too
 
 
@@ -102,9 +97,8 @@ def open_checkpoint(path: str | Path, shape: Shape) -> Checkpoint:
     transformers. The shape may have fewer layers: the last ones are then left out. Raises ConfigError."""
     path = Path(path)
     if isinstance(shape, TransformersShape):
-        files, loaded = SafetensorsFiles(path), load(path)
-        files.dequantize(loaded.model)
-        return Checkpoint(path, shape, files, loaded)
+        files = SafetensorsFiles(path)
+        return Checkpoint(path, shape, files, load(path, files.weights if files.quantized else None))
     whole = replace(shape, layers=read_shape(path).layers)
     expected = {name: size for weight in whole.weights() for name, size in weight.tensors.items()}
     file = gguf_of(path)
@@ -128,12 +122,8 @@ def _compare(
     for name, size in expected.items():
         if sizes[name] != size:
             raise ConfigError(
-                f"checkpoint {path}: {name} is {_by(sizes[name])}: expected {_by(size)} from its dimensions"
+                f"checkpoint {path}: {name} is {by(sizes[name])}: expected {by(size)} from its dimensions"
             )
-
-
-def _by(size: tuple[int, ...]) -> str:
-    return " x ".join(map(str, size)) or "a scalar"
 
 
 class GgufTensors(Tensors):
@@ -149,102 +139,29 @@ class GgufTensors(Tensors):
     def read(self, name: str) -> Tensor:
         return torch.tensor(self._file.read(self._names[name]))
 
+    def stored_as(self, name: str) -> str:
+        """The type of a quantized tensor, such as Q4_1; "" if it is not quantized."""
+        return self._file.stored_as(self._names[name])
+
 
 class SafetensorsFiles(Tensors):
     """The tensors of the safetensors files in a directory, dequantized when they are read. base: what the names begin
     with; a file of a model without LM head, such as the published GPT-2's, leaves it out."""
 
     def __init__(self, directory: Path, base: str = "") -> None:
-        self._block = block_of(directory, read_json(directory / CONFIG))
-        self.quantized = FP8 if self._block else ()
-        headers = {path: _header(path, (*DTYPES, *self.quantized)) for path in _files(directory)}
-        names = [name for header in headers.values() for name in header]
-        self._base = "" if any(name.startswith(base) for name in names) else base
-        self.files = (directory / CONFIG, *headers)
-        self.sizes = {self._base + name: size for header in headers.values() for name, size in header.items()}
-        if self._block:
-            self.sizes = {name: size for name, size in self.sizes.items() if not name.endswith(SCALE)}
-        self._places: dict[str, Path] = {}
-        for path, header in headers.items():
-            for name in header:
-                if (other := self._places.setdefault(name, path)) != path:
-                    raise ConfigError(
-                        f"checkpoint {directory} contains the tensor {name} in {other.name} and {path.name}: remove one"
-                    )
+        with readable():
+            self._checkpoint = checkpoint = SafetensorsCheckpoint(directory)
+            checkpoint.check()
+            names = [*checkpoint.quantized, *checkpoint.plain]
+            self._base = "" if any(name.startswith(base) for name in names) else base
+            self.sizes = {self._base + name: checkpoint.size(name) for name in names}
+        self.files = checkpoint.files
+        self.quantized = tuple(sorted({weight.layout.name for weight in checkpoint.quantized.values()}))
 
     def read(self, name: str) -> Tensor:
-        weight = self._read(name.removeprefix(self._base))
-        if weight.dtype != torch.float8_e4m3fn:
-            return weight
-        scales = name.removeprefix(self._base) + SCALE
-        if not self._block or scales not in self._places:
-            raise ConfigError(
-                f"checkpoint {self.files[0].parent}: {name} is in FP8, and its scales {scales} are missing"
-            )
-        scale = self._read(scales).float()
-        blocks = tuple(-(-size // block) for size, block in zip(weight.shape, self._block, strict=True))
-        if scale.shape != blocks:
-            raise ConfigError(
-                f"checkpoint {self.files[0].parent}: {scales} is {_by(tuple(scale.shape))}: expected {_by(blocks)}"
-            )
-        for axis, block in enumerate(self._block):
-            scale = scale.repeat_interleave(block, axis).narrow(axis, 0, weight.shape[axis])
-        return weight.float() * scale
+        with readable():
+            return self._checkpoint.read(name.removeprefix(self._base))
 
-    def dequantize(self, model: nn.Module) -> None:
-        """Overwrite the weights of a model of transformers that are in FP8: transformers takes the last blocks of a
-        weight to be as large as the others. Raises ConfigError where that matters and it gave a weight another name."""
-        if not self._block:
-            return
-        parameters = dict(model.named_parameters())
-        for name in (name.removesuffix(SCALE) for name in self._places if name.endswith(SCALE)):
-            if name in parameters:
-                parameters[name].data.copy_(self.read(name))
-            elif any(size % block for size, block in zip(self.sizes[name], self._block, strict=True)):
-                raise ConfigError(
-                    f"checkpoint {self.files[0].parent}: {name} is {_by(self.sizes[name])}, not whole blocks of "
-                    f"{_by(self._block)}, and cannot be dequantized: give a checkpoint that is"
-                )
-
-    def _read(self, name: str) -> Tensor:
-        path = self._places[name]
-        unreadable = raising(ConfigError, f"checkpoint {path} cannot be read", OSError, SafetensorError)
-        with unreadable, safe_open(path, framework="pt") as file:
-            weight: Tensor = file.get_tensor(name)
-            return weight
-
-
-def _files(directory: Path) -> list[Path]:
-    """The safetensors files, by the index if there is one."""
-    if (directory / INDEX).is_file():
-        index = read_json(directory / INDEX)
-        named = index.get("weight_map")
-        if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
-            raise ConfigError(f"checkpoint index {directory / INDEX} has no weight_map of file names")
-        names = sorted(set(named.values()))
-        if any(Path(name).name != name for name in names):
-            raise ConfigError(f"checkpoint index {directory / INDEX} refers to a file outside its directory")
-    elif (directory / WEIGHTS).is_file():
-        names = [WEIGHTS]
-    else:
-        raise ConfigError(
-            f"checkpoint {directory} contains no weights: expected {WEIGHTS} or {INDEX} (other formats are not read)"
-        )
-    missing = [name for name in names if not (directory / name).is_file()]
-    if missing:
-        raise ConfigError(f"checkpoint {directory} lacks {missing[0]}, which its index names")
-    return [directory / name for name in names]
-
-
-def _header(path: Path, known: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
-    what = f"checkpoint {path} is not a readable safetensors file"
-    with raising(ConfigError, what, OSError, SafetensorError), safe_open(path, framework="pt") as file:
-        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  (it is not a mapping)
-        sizes = {name: tuple(tensor.get_shape()) for name, tensor in slices.items()}
-        dtypes = {name: tensor.get_dtype() for name, tensor in slices.items()}
-    for name, dtype in dtypes.items():
-        if name.endswith(".weight") and dtype not in known:  # buffers may be of integers
-            raise ConfigError(
-                f"checkpoint {path}: {name} is {dtype}, but only {', '.join(known)} can be loaded: dequantize it"
-            )
-    return sizes
+    def weights(self) -> dict[str, Tensor]:
+        """All tensors."""
+        return {name: self.read(name) for name in self.sizes}

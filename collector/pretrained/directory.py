@@ -6,8 +6,8 @@ metadata. A model whose layers a family here can compute belongs to that family;
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -17,10 +17,9 @@ from binade.collector.models.rope_scaling import UnfitError
 from binade.collector.models.shape import Shape
 from binade.collector.pretrained.gguf_file import GGUF, open_gguf
 from binade.collector.pretrained.transformers_model import MOST_LAYERS, shape_of_transformers
-from binade.data.run.store import read_file
+from binade.data.exchange.quantized.settings import CheckpointError, check_method, quantization_of, read_settings
 
 CONFIG = "config.json"
-FP8 = ("F8_E4M3",)  # the dtype of weights that are dequantized when they are read
 MOST = 10**9
 KINDS = {
     int: ((int,), f"an integer from 0 to {MOST}"),
@@ -71,8 +70,12 @@ def name_of(path: Path) -> str:
 
 def describe_weights(path: Path) -> str:
     """A description of where a model's weights come from. Raises ConfigError."""
-    file = gguf_of(path)
-    quantized = open_gguf(file).quantized() if file else FP8 if block_of(path, read_json(path / CONFIG)) else ()
+    if file := gguf_of(path):
+        quantized = open_gguf(file).quantized()
+    else:
+        with readable():
+            method = quantization_of(path, read_json(path / CONFIG)).get("quant_method")
+        quantized = (str(method),) if method else ()
     grid = (
         f", dequantized from {' and '.join(quantized)}: their values lie on a quantization grid, so the rounding "
         "errors of weights are meaningless"
@@ -88,7 +91,9 @@ def read_shape(path: Path) -> Shape:
     families = {type(shape).model_type: type(shape) for sizes in MODELS.values() for shape in sizes.values()}
     same, defaults = SAME_LAYERS.get(str(kind), (str(kind), {}))
     family = families.get(same)
-    block_of(path, settings)
+    if not file:
+        with readable():
+            check_method(path, quantization_of(path, settings))
     if family:
         settings = {family.aliases.get(name, name): value for name, value in settings.items()}
         settings = ({} if file else {**family.defaults, **defaults}) | settings
@@ -103,23 +108,6 @@ def read_shape(path: Path) -> Shape:
         if file:
             raise ConfigError(f"checkpoint {path} {reason}; this is supported only for safetensors") from reason
         return shape_of_transformers(path, str(reason))
-
-
-def block_of(path: Path, settings: Mapping[str, Any]) -> tuple[int, int] | None:
-    """The block of a weight in FP8 that has a scale, as of DeepSeek-V3; None if the checkpoint is not quantized. Raises
-    ConfigError if it is quantized in another way."""
-    quantization = settings.get("quantization_config")
-    if not quantization:
-        return None
-    if not isinstance(quantization, dict):
-        raise ConfigError(f"checkpoint {path}: quantization_config is {quantization!r}: expected an object")
-    method, block = (quantization.get(name) for name in ("quant_method", "weight_block_size"))
-    if method != "fp8" or not isinstance(block, list) or [type(size) for size in block] != [int, int] or min(block) < 1:
-        raise ConfigError(
-            f"checkpoint {path} is quantized by {method!r} in blocks of {block} (quantization_config): only 'fp8' with "
-            "a weight_block_size such as [128, 128] can be dequantized; give one that is, or that is not quantized"
-        )
-    return block[0], block[1]
 
 
 def _read(path: Path, source: str, family: type[Shape], settings: Mapping[str, Any]) -> Shape:
@@ -138,14 +126,16 @@ def _read(path: Path, source: str, family: type[Shape], settings: Mapping[str, A
         raise ConfigError(f"checkpoint {path}: {source} is invalid: {error}") from error
 
 
+@contextmanager
+def readable() -> Iterator[None]:
+    """Raises ConfigError for a checkpoint that cannot be read."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object in a file. Raises ConfigError."""
-    try:
-        settings = json.loads(read_file(path))
-    except OSError as error:
-        raise ConfigError(f"checkpoint file {path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"checkpoint file {path} is not JSON: {getattr(error, 'msg', error)}") from error
-    if not isinstance(settings, dict):
-        raise ConfigError(f"checkpoint file {path} is not a JSON object")
-    return settings
+    with readable():
+        return read_settings(path)

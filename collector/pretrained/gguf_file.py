@@ -84,8 +84,12 @@ class GgufFile:
 
     def quantized(self) -> tuple[str, ...]:
         """The types of its quantized tensors, such as Q4_1, on whose grids the weights lie."""
-        kinds = {tensor.tensor_type.name for tensor in self._tensors.values()}
-        return tuple(sorted(kinds.difference(UNQUANTIZED)))
+        return tuple(sorted({kind for name in self._tensors if (kind := self.stored_as(name))}))
+
+    def stored_as(self, name: str) -> str:
+        """The type of a quantized tensor; "" if it is not quantized."""
+        kind = str(self._tensors[name].tensor_type.name)
+        return "" if kind in UNQUANTIZED else kind
 
     def names(self, expected: Iterable[str], layers: int) -> dict[str, str]:
         """The names of its tensors by their Hugging Face names, or by their own if unexpected."""

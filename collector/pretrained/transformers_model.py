@@ -6,7 +6,7 @@ code of transformers runs, never a checkpoint's own, and weights are read from s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
@@ -23,6 +23,8 @@ from binade.data.run.tensor_kinds import Other, tensor_names
 from binade.data.words.text import one_line
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from binade.collector.pretrained.causal_lm import CausalLM
 
 MOST_LAYERS = 1000  # far more than any published model has
@@ -98,7 +100,7 @@ def _shape(path: Path, modified: int) -> TransformersShape:
     auto: Any = import_module("transformers").AutoModelForCausalLM  # its types are incomplete
 
     with explained(path):
-        config = AutoConfig.from_pretrained(path, **LOCAL)
+        config = _plain(AutoConfig.from_pretrained(path, **LOCAL))
         text = config.get_text_config()
         if text.num_hidden_layers > MOST_LAYERS:
             raise ConfigError(f"checkpoint {path} has {text.num_hidden_layers} layers: expected at most {MOST_LAYERS}")
@@ -127,8 +129,9 @@ def _shape(path: Path, modified: int) -> TransformersShape:
         )
 
 
-def load(path: Path) -> CausalLM:
-    """The model in a directory with its weights, float32. Raises ConfigError."""
+def load(path: Path, dequantized: Callable[[], dict[str, Tensor]] | None = None) -> CausalLM:
+    """The model in a directory with its weights, float32. dequantized: reads them, where transformers would need the
+    library that quantized them. Raises ConfigError."""
     if (path / ADAPTER).exists():
         raise ConfigError(f"checkpoint {path} contains an adapter ({ADAPTER}): merge it into its base model first")
     import torch
@@ -141,13 +144,25 @@ def load(path: Path) -> CausalLM:
 
     with explained(path):
         settings = LOCAL | {"use_safetensors": True, "dtype": torch.float32, "output_loading_info": True}
-        if getattr(transformers.AutoConfig.from_pretrained(path, **LOCAL), "quantization_config", None):
-            settings["quantization_config"] = transformers.FineGrainedFP8Config(dequantize=True)
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(path, **settings)
+        if dequantized is None:
+            model, info = transformers.AutoModelForCausalLM.from_pretrained(path, **settings)
+        else:
+            config = _plain(transformers.AutoConfig.from_pretrained(path, **LOCAL))
+            with torch.device("meta"):
+                of_kind = type(transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False))
+            settings |= {"config": config, "state_dict": dequantized()}
+            model, info = of_kind.from_pretrained(None, **settings)
         if missing := sorted(info["missing_keys"]):
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise ConfigError(f"checkpoint {path} lacks the tensor {missing[0]}{more}")
         return CausalLM(model.train())
+
+
+def _plain(config: Any) -> Any:
+    """The configuration of the same model, not quantized."""
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return config
 
 
 def _linear(layer: Any, config: Any) -> LinearSpec:

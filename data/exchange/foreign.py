@@ -28,6 +28,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from binade.data.exchange.quantized.files import dequantized
 from binade.data.run.segment import file_when_imported
 from binade.data.run.store import SUFFIXES, FileState, TensorFileError, changed_ns, check_content, sha256
 from binade.data.run.tensor_files import (
@@ -134,18 +135,23 @@ def load_values(run: Path, row: Mapping[str, Any]) -> Tensor:
 
 
 def load_foreign(path: Path, key: str | None = None, imported: FileState | None = None) -> Tensor:
-    """One tensor of a file, copied, so that it stays the same if the file is overwritten. imported: the file when it
-    was imported. Raises TensorFileError with the file's name, also for a file that has changed since."""
+    """One tensor of a file, copied, so that it stays the same if the file is overwritten; a quantized weight of a
+    checkpoint is dequantized. imported: the file when it was imported. Raises TensorFileError with the file's name,
+    also for a file that has changed since."""
     try:
         with opened(path) as file:
             if imported:
                 check_unchanged(file.fixed_path, imported)
-            for tensor in file.tensors:
+            refused = None
+            for tensor in file.tensors if key is None or key in file.keys else ():
                 if tensor.key == key:
-                    if tensor.tensor is None:
-                        raise TensorFileError(tensor.refused)
-                    return tensor.tensor.clone()
-            raise TensorFileError(f"it no longer holds the tensor {key!r}")
+                    if tensor.tensor is not None:
+                        return tensor.tensor.clone()
+                    refused = tensor.refused
+                    break
+            if key and path.suffix == ".safetensors" and (values := dequantized(path, key)) is not None:
+                return values
+            raise TensorFileError(refused or f"it no longer holds the tensor {key!r}")
     except TensorFileError as error:
         raise TensorFileError(f"{path} cannot be read: {error}") from error
 

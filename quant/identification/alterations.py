@@ -97,6 +97,15 @@ def _stored(up: bool) -> Callable[[Tensor, Tensor, Spec, Tensor], Tensor]:
     return scale
 
 
+def _of_bf16(scale: Tensor, x: Tensor, spec: Spec, absmax: Tensor) -> Tensor:
+    """Scales as a kernel has them that computes and stores them in bfloat16."""
+    if spec.scaling.per_element or spec.scaling.stored is not None:
+        return scale
+    if spec.scaling.factors(scale, spec, absmax).encode is scale:
+        return (1 / scale).to(BF16).float().reciprocal()
+    return scale.to(BF16).float()
+
+
 def _toward_zero(encoded: Tensor, spec: Spec) -> Tensor:
     return _unless_special(neighbors(encoded, spec.format.element)[0], encoded, spec, torch.inf)
 
@@ -158,6 +167,7 @@ ALTERATIONS = (
     Alteration("scales are one binade lower", scale=_times(0.5)),
     Alteration("scales are rounded up when they are stored", scale=_stored(True)),
     Alteration("scales are rounded down when they are stored", scale=_stored(False)),
+    Alteration("scales are rounded to bfloat16", scale=_of_bf16),
     TOWARD_ZERO,
     AWAY_FROM_ZERO,
     Alteration("values are rounded down", round=_down),
@@ -169,5 +179,6 @@ ALTERATIONS = (
     Alteration("values are rounded twice: x to E4M3 first", before=_through("fp8_e4m3(scale=none)")),
     Alteration("values are rounded twice: x to E5M2 first", before=_through("fp8_e5m2(scale=none)")),
     Alteration("values are rounded twice: x to mxfp8 first", before=_through("mxfp8")),
+    Alteration("scales, and x over its scale, are rounded to bfloat16", scale=_of_bf16, scaled=_cast(BF16)),
 )  # fmt: skip
 """The alterations that `identify` tries, the simplest first."""

@@ -98,22 +98,26 @@ def _factors(x: Tensor, scales: Tensor) -> Iterator[tuple[Tensor, tuple[str, ...
         values = [(scales.float(), "")]
     for factor, words in values:
         assumed = (words,) if words else ()
-        if (whole := _spread(factor, tuple(x.shape))) is not None:
+        if (whole := spread(factor, tuple(x.shape))) is not None:
             yield whole, assumed
-        elif factor.dim() == 2 and (whole := _spread(factor.T, tuple(x.shape))) is not None:
+        elif factor.dim() == 2 and (whole := spread(factor.T, tuple(x.shape))) is not None:
             yield whole, (*assumed, "the scales are stored transposed")
 
 
-def _spread(factor: Tensor, shape: tuple[int, ...]) -> Tensor | None:
-    """Scales repeated over their blocks; None if they do not fit. A block's length is a power of two, or what divides
-    the axis."""
+def spread(factor: Tensor, shape: tuple[int, ...], lengths: tuple[int, ...] | None = None) -> Tensor | None:
+    """Scales repeated over their blocks; None if they do not fit. lengths: of a block along the last axes; by default a
+    block's length is what divides the axis, else a power of two."""
     if factor.numel() == 1:
         return factor.reshape([1] * len(shape)).expand(shape)
     if factor.dim() != len(shape):
         return None
+    known = (1,) * (len(shape) - len(lengths)) + lengths if lengths else None
     for axis, (count, size) in enumerate(zip(factor.shape, shape, strict=True)):
-        lengths = [size // count] if count and size % count == 0 else [1 << k for k in range(1, 12)]
-        length = next((length for length in lengths if length and -(-size // length) == count), None)
+        if known:
+            possible = [known[axis]]
+        else:
+            possible = [size // count] if count and size % count == 0 else [1 << k for k in range(1, 12)]
+        length = next((length for length in possible if length and -(-size // length) == count), None)
         if length is None:
             return None
         factor = factor.repeat_interleave(length, axis).narrow(axis, 0, size)

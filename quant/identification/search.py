@@ -50,6 +50,8 @@ def identify(
     *,
     tensor_scale: float | None = None,
     block: str | None = None,
+    among: Sequence[Spec] | None = None,
+    dim: int | None = None,
 ) -> Identification:
     """Which spec gives q from x, bit for bit; if none does, the nearest ones and what the values that differ have in
     common.
@@ -62,6 +64,8 @@ def identify(
             E4M3. Each axis of x is a multiple of that of the scales, rounded up. None: the codes are the values.
         tensor_scale: With codes: a further factor. None: found, if one is needed.
         block: A further block to try, such as "1x48".
+        among: The only specs to try, which must be deterministic and not rotated. None: all below.
+        dim: The axis along which they are tried. None: each.
 
     Every format is tried with each scale rule, common blocks, both roundings to nearest and along each axis; then
     rotations by 16 to 128; then what kernels do otherwise, see `quant.identification.alterations` and `faults`. Not
@@ -71,16 +75,17 @@ def identify(
     """
     x, q = ordinary(x), ordinary(q)
     extra = (Spec.of("mxfp8", block=block).block,) if block else ()
-    tried = specs(tuple(one for one in extra if one))
+    tried = specs(tuple(one for one in extra if one)) if among is None else tuple(among)
+    axes = _axes(x) if dim is None else [dim % x.dim()]
     with without_modes():
         read = readings(x, q, None if scales is None else ordinary(scales), tensor_scale)
-        pairs = [(reading, Pair.of(x, reading.q, dim)) for reading in read for dim in _axes(x)]
+        pairs = [(reading, Pair.of(x, reading.q, axis)) for reading in read for axis in axes]
         found = _first_that_match(pairs, tried)
         matches = _simplest(outcome for _, outcome in found if outcome.matches)
         exact = [outcome for outcome in matches if outcome.exact]
         best = tuple(exact or matches)
         nearest = () if best else _nearest(found)
-        return Identification(best, nearest, _told_apart(best), (len(tried), len(_axes(x))))
+        return Identification(best, nearest, _told_apart(best), (len(tried), len(axes)))
 
 
 def _axes(x: Tensor) -> list[int]:

@@ -127,7 +127,7 @@ def check_other_gemms(catalog: Catalog) -> int:
             for used in scored[scored["used"]].to_dict("records"):
                 recorded, (x, dim) = recorded_in(catalog, row, gemm), along(catalog.load(row["tensor_id"]), row, gemm)
                 spec, near = Spec.of(used["format"]), {"abs": 1e-6, "nan_ok": True}
-                if recorded.of_other_values:
+                if recorded.other_values:
                     assert "the values on disk are P̃" in recorded.problem(spec)
                     continue
                 assert recorded.problem(spec) == ""

@@ -75,8 +75,9 @@ def test_the_weights_are_what_the_codes_stand_for(tmp_path: Path, kind: str):
         with torch.no_grad():
             logits = model(tokens).float().view(12, -1)[:, : SIZES["vocab_size"]]
             assert (logits - expected(tokens).logits[0]).abs().max() < 0.05  # ours computes in bfloat16
-    assert "dequantized from F8_E4M3: their values lie on a quantization grid" in describe_weights(tmp_path)
-    assert checkpoint.identity()["quantized"] == ["F8_E4M3"]
+    described = describe_weights(tmp_path)
+    assert "dequantized from fp8: their values lie on a quantization grid" in described
+    assert checkpoint.identity()["quantized"] == ["FP8"]
 
 
 @pytest.mark.parametrize("case", ["lacking", "wrong"])
@@ -95,7 +96,7 @@ def test_scales_that_do_not_fit_are_refused(tmp_path: Path, case: str):
 def test_other_quantizations_are_refused(tmp_path: Path):
     save(tmp_path, "llama")
     settings = json.loads((tmp_path / "config.json").read_text())
-    settings["quantization_config"] = {"quant_method": "awq", "bits": 4}
+    settings["quantization_config"] = {"quant_method": "hqq", "bits": 4}
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(ConfigError, match=r"is quantized by 'awq' .*only 'fp8' with a weight_block_size"):
+    with pytest.raises(ConfigError, match=r"is quantized by .hqq. .*only fp8, mxfp4, compressed-tensors"):
         read_shape(tmp_path)

@@ -23,6 +23,15 @@ from binade.quant.reference import outer_absmax, to_blocks
 from binade.quant.specs import ROW, TENSOR, Block, Spec
 from binade.quant.transform import residual, transform, untransformed
 
+AFTER = "after"  # the stage of a tensor that is recorded once it is quantized
+ROUNDED_ALREADY = (
+    "The values on disk are what the quantized weight stands for, and its error is against the original, which is not "
+    "recorded: rounding them again would give another error."
+)
+FLASH = (
+    "With softmax=flash, this GEMM takes the probabilities, and the values on disk are P̃, which the "
+    "forward GEMM takes: choose the forward GEMM."
+)
 MAX_SIDE = 400  # pixels of a heatmap, each way
 LIMIT = 1 << 20  # values of a larger tensor are sampled
 
@@ -51,22 +60,23 @@ class Recorded:
     format  the text of the spec; None if it was not rounded
     axis    that it was rounded along, if that is not the one that the GEMM contracts
     first   how the forward GEMM had rounded the tensor, if this GEMM rounded the result of that
-    of_other_values  whether the GEMM takes other values than those on disk: of softmax=flash, dV takes the
-            probabilities, and P̃ was recorded
+    other_values  why the values on disk are not those that were rounded, or ""
     """
 
     format: str | None
     used: RoundedWith
     axis: int | None = None
     first: Recorded | None = None
-    of_other_values: bool = False
+    other_values: str = ""
 
     @classmethod
     def of(cls, row: Mapping[Any, Any] | pd.Series, axis: int | None = None, first: Recorded | None = None) -> Recorded:
         """By a tensor's row in the index, or by that of a score that was used."""
         scale, noise, signs = (None if pd.isna(row[f.name]) else row[f.name] for f in fields(RoundedWith))
         seeds = (None if seed is None else int(seed) for seed in (noise, signs))
-        return cls(None if pd.isna(row["format"]) else str(row["format"]), RoundedWith(scale, *seeds), axis, first)
+        fmt = None if pd.isna(row["format"]) else str(row["format"])
+        rounded = ROUNDED_ALREADY if fmt and row.get("stage") == AFTER else ""
+        return cls(fmt, RoundedWith(scale, *seeds), axis, first, rounded)
 
     def in_format(self, spec: Spec) -> bool:
         """Whether the tensor was rounded to this spec."""
@@ -74,11 +84,8 @@ class Recorded:
 
     def problem(self, spec: Spec) -> str:
         """Why rounding the values to this spec would not give what a GEMM used, or ""."""
-        if self.of_other_values:
-            return (
-                "With softmax=flash, this GEMM takes the probabilities, and the values on disk are P̃, which the "
-                "forward GEMM takes: choose the forward GEMM."
-            )
+        if self.other_values:
+            return self.other_values
         if (first := self._first(spec)) and (reason := first.problem(Spec.of(str(first.format)))):
             return f"This GEMM rounded to {spec} what the forward GEMM had rounded. {reason}"
         if first and spec.centered:

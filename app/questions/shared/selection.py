@@ -16,7 +16,7 @@ from torch import Tensor
 from binade.app.draw.figure import Drawn, source
 from binade.app.questions.shared.axes import Axes, axes_of
 from binade.app.questions.shared.operands import along, gemms_of, operand, ranked_tensors, role_of, scores_in
-from binade.app.questions.shared.rounded import NOT_RECORDED, Recorded, Subject, applied, subject
+from binade.app.questions.shared.rounded import FLASH, NOT_RECORDED, Recorded, Subject, applied, subject
 from binade.app.questions.shared.runs import given_names
 from binade.app.questions.shared.scope import scope_of, scoped
 from binade.data.index.catalog import USED, Catalog, CatalogError
@@ -158,7 +158,7 @@ def recorded_of(opened: Catalog, row: pd.Series, gemm: str, used: pd.Series | No
     """The same, from the row or the score that has it. A GEMM that took what the forward GEMM had rounded has an error
     of a second rounding. It is infinite if that changed nothing: the operand is that of the forward GEMM."""
     if row["tensor_name"] == "attention_probs" and gemm == Gemm.WGRAD and _is_flash(opened, row):
-        return replace(NOT_RECORDED, of_other_values=True)
+        return replace(NOT_RECORDED, other_values=FLASH)
     second = math.nan if used is None else used.get("second_sqnr_db", math.nan)
     if used is None or pd.isna(second):
         return NOT_RECORDED if used is None else Recorded.of(used)

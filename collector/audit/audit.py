@@ -1,0 +1,108 @@
+"""`audit`: what a quantized checkpoint holds, weight by weight, and what its configuration says that it does not do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from binade.collector.audit.matching import Matcher
+from binade.collector.audit.result import Audit, AuditedWeight
+from binade.collector.audit.weights import AuditedCheckpoint, CheckpointWeight
+from binade.collector.errors import ConfigError
+from binade.data.exchange.quantized.stored import by
+from binade.data.words.text import and_more, counted
+from binade.quant.metrics import errors
+
+HUGE = 2.0**16  # a scale of more times the median scale of its weight is reported
+WRONG = 0.5  # a relative error that no format here has: the values are others
+
+
+class Auditing:
+    """An audit in progress: its weights, and then the result. Raises ConfigError, here and in its methods."""
+
+    def __init__(self, path: Path, against: Path | None) -> None:
+        self.path, self.against = path, against
+        self.checkpoint = AuditedCheckpoint(path)
+        self._original = AuditedCheckpoint(against) if against else None
+        self._found: list[AuditedWeight] = []
+        if not self.checkpoint.names:
+            reason = next(iter(self.checkpoint.problems.values()), None)
+            raise ConfigError(reason or f"checkpoint {path} has no weights of two or more axes")
+
+    def weights(self) -> Iterator[tuple[CheckpointWeight, AuditedWeight]]:
+        """Each weight with what was found, while its values are in memory."""
+        matcher = Matcher()
+        for weight in self.checkpoint.weights():
+            found = _weight(self.checkpoint, weight, self._original, matcher)
+            self._found.append(found)
+            yield weight, found
+
+    def result(self, run_id: str = "") -> Audit:
+        """The audit of all weights that were reached."""
+        findings = [*_of_config(self.checkpoint, self._found), *self.checkpoint.problems.values()]
+        findings += [f"{weight.name}: {finding}" for weight in self._found for finding in weight.findings]
+        return Audit(
+            self.path, self.against, self.checkpoint.method, tuple(self._found), tuple(findings), run_id
+        )  # fmt: skip
+
+
+def _weight(
+    checkpoint: AuditedCheckpoint, weight: CheckpointWeight, original: AuditedCheckpoint | None, matcher: Matcher
+) -> AuditedWeight:
+    decoded = weight.decoded
+    findings, error, match = [*_of_scales(decoded.scales)], None, None
+    if not bool(decoded.values.isfinite().all()):
+        findings.append("some of its values are NaN or infinite")
+    if original:
+        x = original.original(weight, checkpoint.is_transposed(weight.name))
+        if x is None:
+            findings.append("the original has no such weight")
+        elif x.shape != decoded.values.shape:
+            findings.append(f"it is {by(decoded.values.shape)}, and {by(x.shape)} in the original")
+        elif weight.stored:
+            error = errors(x.float(), decoded.values)
+            match = matcher.match(x, weight)
+            if error.relative_error > WRONG:
+                findings.append(f"relative error {error.relative_error:.3g}: its values are not those of the original")
+        elif not torch.equal(x.to(decoded.values.dtype), decoded.values):
+            findings.append("it is not quantized, and differs from the original")
+    rule = None if weight.stored else checkpoint.excluding(weight.module)
+    block = decoded.block.words if decoded.block else ""
+    shape = checkpoint.sizes[weight.name]
+    return AuditedWeight(
+        weight.name, shape, weight.stored, weight.dtype, block, str(rule or ""), tuple(findings), error, match
+    )  # fmt: skip
+
+
+def _of_scales(scales: Tensor) -> Iterator[str]:
+    """What is wrong with the scales of a weight."""
+    if not scales.numel():
+        return
+    finite = scales[scales.isfinite() & (scales != 0)].abs()
+    most = HUGE * float(finite.median()) if len(finite) else torch.inf
+    for what, wrong in {
+        "zero, so that their values are lost": scales == 0,
+        "negative": scales < 0,
+        "NaN or infinite": ~scales.isfinite(),
+        f"more than {HUGE:,.0f} times the median scale": scales.isfinite() & (scales.abs() > most),
+    }.items():
+        if count := int(wrong.sum()):
+            yield f"{count:,} of {counted(scales.numel(), 'scale')} {'is' if count == 1 else 'are'} {what}"
+
+
+def _of_config(checkpoint: AuditedCheckpoint, weights: list[AuditedWeight]) -> Iterator[str]:
+    """What the configuration says and the tensors do not do."""
+    stored = {weight.name.removesuffix(".weight"): weight.stored for weight in weights}
+    for rule in checkpoint.rules:
+        if rule.damaged:
+            yield f"{rule} is no regular expression that can be read: {rule.damaged}"
+        elif not (named := [module for module in checkpoint.modules if rule.matches(module)]):
+            yield f"{rule} names no module of the checkpoint"
+        elif rule.excludes:
+            if quantized := sorted(module for module in named if stored.get(module)):
+                yield f"{rule} leaves out {quantized[0]}{and_more(quantized)}, which is quantized"
+        elif plain := sorted(name for name in named if stored.get(name) == "" and not checkpoint.excluding(name)):
+            yield f"{rule} quantizes {plain[0]}{and_more(plain)}, which is not quantized"

@@ -1,0 +1,92 @@
+"""Which spec made a weight from the original: the specs with the element and block of its layout, then `identify`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from binade.collector.audit.weights import CheckpointWeight
+from binade.quant.elements import Element
+from binade.quant.identification.candidates import specs
+from binade.quant.identification.pair import Pair, differs, is_apart
+from binade.quant.identification.search import identify
+from binade.quant.options import Block
+from binade.quant.specs import Spec
+
+Kind = tuple[Element, Block]
+MOST = 4  # specs that are compared on all values of a weight, the simplest first
+
+
+@dataclass(frozen=True)
+class Match:
+    """How a weight compares with a spec.
+
+    spec       that makes the weight, or is nearest
+    differing  how many values have other bits, apart: by more than two units in the last place
+    values     of how many
+    making     all specs that make it, to the bit if one does: a weight may not tell them apart
+    identified what `identify` says, of the first weight of a kind that no spec makes
+    """
+
+    spec: Spec
+    differing: int
+    apart: int
+    values: int
+    making: tuple[Spec, ...] = ()
+    identified: str = ""
+
+    def words(self, spec: Spec) -> str:
+        """How it compares, with one of `making`, or `spec`."""
+        if not self.differing:
+            return f"bit-equal to {spec}"
+        return f"as {spec}, up to two units in the last place" if not self.apart else f"not those of {spec}"
+
+
+@dataclass
+class Matcher:
+    """Matches the weights of a checkpoint in turn. `identify` takes seconds, so it is asked once for a kind of weight
+    that no spec makes; the others of the kind are compared with the spec that it names."""
+
+    _nearest: dict[Kind, Spec] = field(default_factory=dict)
+
+    def match(self, x: Tensor, weight: CheckpointWeight) -> Match | None:
+        """x: the original, [..., out, in]. None if no format here has such codes and blocks."""
+        element, block = weight.decoded.element, weight.decoded.block
+        if element is None or block is None:
+            return None
+        kind = element, block
+        possible = [spec for spec in specs((block,)) if (spec.format.element, spec.block) == kind]
+        possible.sort(key=lambda spec: len(str(spec)))  # the simplest first
+        if not possible:
+            return None
+        pair = Pair.of(x, weight.decoded.values, -1 % x.dim())
+        found = self._of_specs(pair, possible)
+        if found and not found.apart:
+            return found
+        if kind in self._nearest:
+            return _compared(pair, self._nearest[kind], pair)
+        identified = identify(x, weight.decoded.values, among=possible, dim=-1)
+        best = (*identified.matches, *identified.nearest)[0]
+        self._nearest[kind] = best.spec
+        same = _compared(pair, best.spec, pair)
+        return replace(same, identified=str(best))
+
+    def _of_specs(self, pair: Pair, possible: list[Spec]) -> Match | None:
+        """The specs that make all values, else one that comes nearest; None if none is near in a few blocks."""
+        few = {spec: pair.few(spec) for spec in pair.surviving(possible)}
+        tried = {spec: _compared(part, spec, pair) for spec, part in few.items()}
+        near = [spec for spec in tried if not tried[spec].apart]
+        near = [spec for spec in near if not tried[spec].differing] or near
+        found = [_compared(pair, spec, pair) for spec in near[:MOST]]
+        best = min(found, key=lambda match: (match.apart, match.differing), default=None)
+        if best is None or best.apart:
+            return best
+        exact = not best.differing
+        return replace(best, making=tuple(m.spec for m in found if not (m.differing if exact else m.apart)))
+
+
+def _compared(part: Pair, spec: Spec, whole: Pair) -> Match:
+    """A part of a pair against the spec, with the scales of the whole."""
+    y = whole.rounded(spec, part)
+    return Match(spec, int(differs(y, part.q).sum()), int(is_apart(y, part.q).sum()), part.q.numel())

@@ -1,0 +1,228 @@
+"""The safetensors files of a checkpoint, quantized or not: names and shapes of its weights, and each weight's values.
+
+Weights are read one at a time. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from binade.data.exchange.quantized.layouts import LAYOUTS, WeightLayout
+from binade.data.exchange.quantized.settings import (
+    CONFIG,
+    CheckpointError,
+    check_method,
+    quantization_of,
+    read_settings,
+)
+from binade.data.exchange.quantized.stored import Decoded, LayoutError, StoredWeight
+from binade.data.run.store import TensorFileError
+from binade.data.words.text import and_more, describe
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+# Values of other dtypes are quantized, and meaningless without their scales.
+DTYPES = ("F64", "F32", "F16", "BF16")
+# What a quantized module has besides its weight: scales of activations and caches, and marks of the tool.
+BESIDES = re.compile(r"[a-z_0-9]*(?:scale|zero_point|amax|global_scale)[a-z_0-9]*|weight_format|weight_g_idx|g_idx")
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """Where a tensor is: the file, its dtype as safetensors names it, and its shape."""
+
+    path: Path
+    dtype: str
+    size: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """A weight that is stored in a layout, as the tensors of these names."""
+
+    layout: WeightLayout
+    names: Mapping[str, str]
+
+
+class SafetensorsCheckpoint:
+    """The weights of a directory, by their names in the model. Raises CheckpointError, here and in its methods.
+
+    quantized  those that are stored in a layout
+    plain      all other tensors, but those that belong to a quantized module
+    broken     tensors with codes that cannot be decoded, with the reason
+    files      the configuration and all files with weights
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.settings = quantization_of(directory, read_settings(directory / CONFIG))
+        check_method(directory, self.settings)
+        headers = {path: _header(path) for path in _files(directory)}
+        self.files = (directory / CONFIG, *headers)
+        self._facts = {path: facts for path, (_, facts) in headers.items()}
+        self._places: dict[str, TensorPlace] = {}
+        for places, _ in headers.values():
+            for name, place in places.items():
+                if (other := self._places.setdefault(name, place)) is not place:
+                    raise CheckpointError(
+                        f"checkpoint {directory} contains the tensor {name} in {other.path.name} and "
+                        f"{place.path.name}: remove one"
+                    )
+        self.quantized: dict[str, QuantizedWeight] = {}
+        self.plain: dict[str, TensorPlace] = {}
+        self.broken: dict[str, str] = {}
+        self._sort()
+
+    def _sort(self) -> None:
+        dtypes = {name: place.dtype for name, place in self._places.items()}
+        layouts = [layout for layout in LAYOUTS if layout.method == self.settings.get("quant_method")]
+        taken: set[str] = set()
+        for name in dtypes:
+            fitting = (layout for layout in layouts if layout.dimensions in (None, len(self._places[name].size)))
+            found = next(((layout, *pair) for layout in fitting if (pair := layout.find(name, dtypes))), None)
+            if found and name not in taken:
+                layout, weight, names = found
+                self.quantized[weight] = QuantizedWeight(layout, names)
+                taken.update(names.values())
+        modules = {name.rpartition(".")[0] for name in taken}
+        for name, place in self._places.items():
+            module, _, last = name.rpartition(".")
+            if name in taken or (modules and BESIDES.fullmatch(last) and {module, module.rpartition(".")[0]} & modules):
+                continue
+            self.plain[name] = place
+            codes = next((layout for layout in layouts if layout.has_codes(name, place.dtype)), None)
+            if codes and not BESIDES.fullmatch(last):
+                missing = [part for part in codes.needed(name) if part not in dtypes]
+                self.broken[name] = (
+                    f"{name} is {place.dtype}, and its scales {missing[0]} are missing"
+                    if missing
+                    else f"{name} is {place.dtype}, which no layout of {codes.method} with its scales has"
+                )
+
+    def place(self, name: str) -> TensorPlace:
+        """Where the codes of a weight are, or the tensor itself."""
+        weight = self.quantized.get(name)
+        return self._places[weight.names["codes"] if weight else name]
+
+    def size(self, name: str) -> tuple[int, ...]:
+        """The shape of a weight in the model."""
+        weight = self.quantized.get(name)
+        if weight is None:
+            return self.plain[name].size
+        with self._explained():
+            size = weight.layout.shape(self.stored(name))
+        return size
+
+    def check(self) -> None:
+        """Raise CheckpointError if a weight cannot be read."""
+        for reason in self.broken.values():
+            raise CheckpointError(f"checkpoint {self.directory}: {reason}")
+        for name, place in self.plain.items():
+            if name.endswith(".weight") and place.dtype not in DTYPES:  # buffers may be of integers
+                raise CheckpointError(
+                    f"checkpoint {place.path}: {name} is {place.dtype}, but only {', '.join(DTYPES)} can be loaded: "
+                    "dequantize it"
+                )
+
+    def read(self, name: str) -> Tensor:
+        """A weight as the model has it: float32 if it is dequantized."""
+        if name not in self.quantized:
+            return self._tensor(name)
+        values = self.decoded(name).values
+        return values.mT.contiguous() if self.quantized[name].layout.transposed else values
+
+    def decoded(self, name: str) -> Decoded:
+        """The values of a quantized weight, [..., out, in]."""
+        with self._explained():
+            return self.quantized[name].layout.decode(self.stored(name))
+
+    def stored(self, name: str) -> StoredWeight:
+        names = self.quantized[name].names
+        sizes = {role: self._places[tensor].size for role, tensor in names.items()}
+        facts = self._facts[self._places[names["codes"]].path].get(name, {})
+        return StoredWeight(names, sizes, lambda role: self._tensor(names[role]), self.settings, facts)
+
+    def _tensor(self, name: str) -> Tensor:
+        path = self._places[name].path
+        with _readable(path, "cannot be read"), safe_open(path, framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+            return tensor
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except LayoutError as error:
+            raise CheckpointError(f"checkpoint {self.directory}: {error}") from error
+
+
+@contextmanager
+def _readable(path: Path, problem: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"checkpoint {path} {problem}: {describe(error)}") from error
+
+
+def _files(directory: Path) -> list[Path]:
+    """The safetensors files, by the index if there is one."""
+    if (directory / INDEX).is_file():
+        named = read_settings(directory / INDEX).get("weight_map")
+        if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
+            raise CheckpointError(f"checkpoint index {directory / INDEX} has no weight_map of file names")
+        names = sorted(set(named.values()))
+        if any(Path(name).name != name for name in names):
+            raise CheckpointError(f"checkpoint index {directory / INDEX} refers to a file outside its directory")
+    elif (directory / WEIGHTS).is_file():
+        names = [WEIGHTS]
+    else:
+        raise CheckpointError(
+            f"checkpoint {directory} contains no weights: expected {WEIGHTS} or {INDEX} (other formats are not read)"
+        )
+    missing = [name for name in names if not (directory / name).is_file()]
+    if missing:
+        raise CheckpointError(f"checkpoint {directory} lacks {missing[0]}{and_more(missing)}, which its index names")
+    return [directory / name for name in names]
+
+
+def _header(path: Path) -> tuple[dict[str, TensorPlace], dict[str, Mapping[str, Any]]]:
+    """The tensors of a file, and what torchao says of each weight in the header."""
+    with _readable(path, "is not a readable safetensors file"), safe_open(path, framework="pt") as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  (it is not a mapping)
+        places = {
+            name: TensorPlace(path, tensor.get_dtype(), tuple(tensor.get_shape())) for name, tensor in slices.items()
+        }
+        metadata = file.metadata() or {}
+    return places, {name: facts for name, text in metadata.items() if (facts := _facts(text))}
+
+
+def _facts(text: str) -> Mapping[str, Any]:
+    try:
+        found = json.loads(text) if text.startswith("{") else None
+    except (ValueError, RecursionError):
+        return {}
+    facts = found.get("_data") if isinstance(found, dict) else None
+    return facts if isinstance(facts, dict) else {}
+
+
+def dequantized(path: Path, name: str) -> Tensor | None:
+    """The values of a quantized weight whose codes are in a file; None if the file is not of a checkpoint or has no
+    such weight. Raises TensorFileError."""
+    if not (path.parent / CONFIG).is_file():
+        return None
+    try:
+        checkpoint = SafetensorsCheckpoint(path.parent)
+        if name not in checkpoint.quantized or checkpoint.place(name).path.name != path.name:
+            return None
+        return checkpoint.read(name)
+    except CheckpointError as error:
+        raise TensorFileError(str(error)) from error

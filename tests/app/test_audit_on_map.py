@@ -1,0 +1,23 @@
+"""The Map of an audit: the errors of the weights against the original, as the audit measured them."""
+
+from __future__ import annotations
+
+import pytest
+
+import binade
+from binade.app.measures.map_measure import CellQuery
+from binade.app.measures.registry import MAP_MEASURES
+from binade.data.index.catalog import USED, Catalog
+from tests.data.test_quantized import CHECKPOINTS
+
+
+def test_the_map_has_the_error_of_each_weight_that_the_audit_measured(tmp_path):
+    audit = binade.audit(CHECKPOINTS / "compressed_tensors_mxfp4", CHECKPOINTS / "original", tmp_path)
+    with Catalog.open(tmp_path) as catalog:
+        cells = MAP_MEASURES["sqnr_db"].cells(CellQuery(catalog, binade.Filter(), USED))
+    found = {row["product"]: row["value"] for row in cells.to_dict("records") if row["tensor"] == "weight"}
+    measured = {weight.name: weight.error for weight in audit.weights}
+    name = {"fc2": "mlp.down_proj", "proj": "self_attn.o_proj"}
+    for product, module in name.items():
+        error = measured[f"model.layers.0.{module}.weight"]
+        assert error is not None and found[product] == pytest.approx(error.sqnr_db, abs=1e-9)

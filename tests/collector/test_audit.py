@@ -1,0 +1,235 @@
+"""`binade audit` of checkpoints that other libraries have quantized, with and without planted faults."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import binade
+from binade.app.questions.shared.rounded import ROUNDED_ALREADY
+from binade.app.questions.shared.selection import recorded_in
+from binade.cli import main
+from binade.collector.audit.result import Audit
+from binade.data.compare.difference import difference
+from binade.data.exchange.quantized.files import SafetensorsCheckpoint
+from binade.data.index.catalog import Catalog
+from binade.data.run.directory import read_run
+from binade.data.run.verify import verify
+from binade.quant.specs import Spec
+from tests.collector.test_directory import reference, write_gguf
+from tests.data.test_quantized import CHECKPOINTS, MODULE, NAMES, by_hand
+
+ORIGINAL = CHECKPOINTS / "original"
+Tensors = dict[str, torch.Tensor]
+
+
+def changed(tmp_path: Path, name: str, change: Callable[[Tensors, dict], None]) -> Path:
+    """A copy of a checkpoint whose tensors and quantization_config a function has changed."""
+    copy = tmp_path / name
+    shutil.copytree(CHECKPOINTS / name, copy)
+    tensors, settings = load_file(copy / "model.safetensors"), json.loads((copy / "config.json").read_text())
+    with safe_open(copy / "model.safetensors", "pt") as opened:
+        metadata = opened.metadata()
+    change(tensors, settings["quantization_config"])
+    save_file(tensors, copy / "model.safetensors", metadata)
+    (copy / "config.json").write_text(json.dumps(settings))
+    return copy
+
+
+@pytest.fixture(scope="module")
+def audits(tmp_path_factory) -> tuple[Path, Mapping[str, Audit]]:
+    root = tmp_path_factory.mktemp("audits")
+    names = ["compressed_tensors_mxfp4", "compressed_tensors_mxfp8", "modelopt_mxfp8", "modelopt_nvfp4", "autoawq"]
+    return root, {name: binade.audit(CHECKPOINTS / name, ORIGINAL, root) for name in names}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_weight_has_its_format_and_the_rule_that_leaves_it_out(name, tmp_path):
+    audit = binade.audit(CHECKPOINTS / name, root=tmp_path)
+    expected = json.loads((CHECKPOINTS / name / "expected.json").read_text())
+    plain = {weight.name: weight.rule for weight in audit.weights if not weight.stored}
+    assert {weight.name for weight in audit.weights if weight.stored} == expected.keys()
+    assert plain.keys() == {"model.embed_tokens.weight", "lm_head.weight", "model.layers.0.self_attn.k_proj.weight"} - (
+        expected.keys()
+    )
+    names_rules = not name.startswith(("gptq", "bitsandbytes_nf4", "bitsandbytes_int8")) or "nested" in name
+    if names_rules and not name.startswith("torchao"):
+        assert "k_proj" in plain["model.layers.0.self_attn.k_proj.weight"]
+        assert audit.findings == ()
+    if name.startswith("torchao"):  # the library was told to leave out k_proj, and did not
+        (finding,) = audit.findings
+        assert "'k_proj' leaves out model.layers.0.self_attn.k_proj, which is quantized" in finding
+
+
+def test_the_error_of_a_weight_is_in_its_row_and_its_values_are_read_in_place(audits):
+    root, found = audits
+    with Catalog.open(root) as catalog:
+        _check_row(catalog, found)
+    assert verify(root).damaged == []
+
+
+def _check_row(catalog: Catalog, found: Mapping[str, Audit]) -> None:
+    rows = catalog.tensors(binade.Filter())
+    row = rows[(rows["run_id"] == found["modelopt_nvfp4"].run_id) & (rows["file_key"] == f"{MODULE}.weight")].iloc[0]
+    x = load_file(ORIGINAL / "model.safetensors")[f"{MODULE}.weight"].double().numpy()
+    q = by_hand("modelopt_nvfp4").astype(np.float64)
+    assert row["sqnr_db"] == pytest.approx(10 * np.log10((x**2).sum() / ((q - x) ** 2).sum()), abs=1e-9)
+    assert (row["layer_index"], row["module"], row["tensor_name"], row["stage"]) == (1, "fc2", "weight", "after")
+    assert row["format"] == "nvfp4"
+    assert np.array_equal(catalog.load(row["tensor_id"]).numpy(), by_hand("modelopt_nvfp4").astype(np.float32))
+    assert recorded_in(catalog, row, "forward").problem(Spec.of("nvfp4")) == ROUNDED_ALREADY
+
+
+def test_the_report_names_the_spec_that_makes_the_weights(audits):
+    _, found = audits
+    assert "bit-equal to mxfp4(scale=even): 6 weights" in str(found["compressed_tensors_mxfp4"])
+    assert "bit-equal to mxfp8(scale=rceil): 6 weights" in str(found["modelopt_mxfp8"])
+    # The library gives up the tensor scale of gate, and the query that of the value, so they are not those of nvfp4.
+    stored = load_file(CHECKPOINTS / "modelopt_nvfp4" / "model.safetensors")
+    scales = [stored[f"model.layers.0.mlp.{name}_proj.weight_scale_2"] for name in ("gate", "up")]
+    assert scales[0] == scales[1]
+    assert "as nvfp4, up to two units in the last place: 3 weights" in str(found["modelopt_nvfp4"])
+    assert "no spec has such codes: 6 weights" in str(found["autoawq"])
+
+
+def test_two_audits_compare_weight_by_weight(audits, tmp_path):
+    root, found = audits
+    ours, theirs = (read_run(root / found[name].run_id) for name in ("compressed_tensors_mxfp8", "modelopt_mxfp8"))
+    same = difference(ours, theirs)
+    assert len(same.rows) == 9 and all(row.by == "values" and row.equal for row in same.rows)
+
+    def swap(tensors: Tensors, _: dict) -> None:
+        packed = tensors[f"{MODULE}.weight_packed"]
+        tensors[f"{MODULE}.weight_packed"] = packed << 4 | packed >> 4
+
+    swapped = binade.audit(changed(tmp_path, "compressed_tensors_mxfp4", swap), root=root)
+    compared = difference(read_run(root / found["compressed_tensors_mxfp4"].run_id), read_run(root / swapped.run_id))
+    assert [row.module for row in compared.rows if not row.equal] == ["fc2"]
+
+
+SCALE = f"{MODULE}.weight_scale"
+
+
+def _set(value: float, name: str = SCALE, row: int = 3) -> Callable[[Tensors, dict], None]:
+    def change(tensors: Tensors, _: dict) -> None:
+        tensors[name] = tensors[name].float().index_fill(0, torch.tensor([row]), value).to(tensors[name].dtype)
+
+    return change
+
+
+def _config(**settings: object) -> Callable[[Tensors, dict], None]:
+    return lambda _, config: config.update(settings)
+
+
+def _turned(tensors: Tensors, _: dict) -> None:
+    tensors["model.layers.0.self_attn.q_proj.weight_scale"] = torch.flip(
+        tensors["model.layers.0.self_attn.q_proj.weight_scale"], [0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "finding"),
+    [
+        ("compressed_tensors_fp8", _set(0.0), "1 of 32 scales is zero, so that their values are lost"),
+        ("compressed_tensors_fp8", _set(-1.0), "1 of 32 scales is negative"),
+        ("compressed_tensors_fp8", _set(1e9), "1 of 32 scales is more than 65,536 times the median scale"),
+        ("compressed_tensors_mxfp8", _set(255.0), "2 of 64 scales are NaN or infinite"),
+        ("autoawq", _set(0.0, f"{MODULE}.scales", 1), "32 of 64 scales are zero"),
+        ("compressed_tensors_fp8", _config(ignore=["lm_head", "re:.*router"]), "'re:.*router' names no module"),
+        ("compressed_tensors_fp8", _config(ignore=["re:("]), r"'re:(' is no regular expression that can be read"),
+        (
+            "modelopt_fp8",
+            _config(ignore=["lm_head", "*q_proj"]),
+            "'*q_proj' leaves out model.layers.0.self_attn.q_proj",
+        ),
+        (
+            "compressed_tensors_fp8",
+            _config(config_groups={"g": {"targets": ["re:.*k_proj"], "weights": {}}}, ignore=[]),
+            "config_groups.g.targets 're:.*k_proj' quantizes model.layers.0.self_attn.k_proj, which is not quantized",
+        ),
+        ("compressed_tensors_fp8", _turned, "its values are not those of the original"),
+    ],
+)
+def test_planted_faults_are_found(name, change, finding, tmp_path):
+    audit = binade.audit(changed(tmp_path, name, change), ORIGINAL, tmp_path / "runs")
+    assert sum(finding in text for text in audit.findings) == 1, audit.findings
+
+
+def test_scales_of_another_layout_are_a_finding_and_the_others_are_audited(tmp_path):
+    def transpose(tensors: Tensors, _: dict) -> None:
+        tensors[SCALE] = tensors[SCALE].T.contiguous()
+
+    audit = binade.audit(changed(tmp_path, "modelopt_mxfp8", transpose), root=tmp_path / "runs")
+    (finding,) = audit.findings
+    assert finding.endswith(f"{SCALE} is 2 x 32: expected 32 x 2")
+    assert len([weight for weight in audit.weights if weight.stored]) == 5
+
+
+def test_a_gguf_file_is_audited_against_its_original(tmp_path):
+    original = reference(True)
+    original.save_pretrained(tmp_path / "original")
+    write_gguf(tmp_path / "model.gguf", original, gguf.GGMLQuantizationType.Q8_0)
+    audit = binade.audit(tmp_path / "model.gguf", tmp_path / "original", tmp_path / "runs")
+    by_name = {weight.name: weight for weight in audit.weights}
+    for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.down_proj.weight"):
+        x = original.state_dict()[name].double().numpy()
+        q = gguf.dequantize(
+            gguf.quantize(x.astype(np.float32), gguf.GGMLQuantizationType.Q8_0), gguf.GGMLQuantizationType.Q8_0
+        )
+        error = by_name[name].error
+        assert by_name[name].stored == "Q8_0" and error is not None
+        assert error.mse == pytest.approx(((q - x) ** 2).mean(), rel=1e-9)
+    assert audit.findings == ()
+
+
+def test_the_command_says_what_it_found_and_its_status_says_whether(tmp_path, capsys):
+    arguments = ["--tensor-save-dir", str(tmp_path)]
+    assert main(["audit", str(CHECKPOINTS / "modelopt_fp8"), "--against", str(ORIGINAL), *arguments]) == 0
+    printed = capsys.readouterr().out
+    assert "modelopt_fp8: 6 of 9 weights quantized by modelopt\nFP8, a scale for the tensor: 6 weights" in printed
+    assert "values are rounded twice: x over its scale to bfloat16 first" in printed  # as the library computes it
+    assert main(["audit", str(CHECKPOINTS / "torchao_int8"), *arguments]) == 1
+    assert "finding: modules_to_not_convert 'k_proj' leaves out" in capsys.readouterr().out
+    assert len(list(tmp_path.iterdir())) == 2 + (tmp_path / ".lock").exists()
+
+
+@pytest.mark.parametrize("case", ["cut", "junk", "config", "nothing", "against"])
+def test_a_damaged_checkpoint_is_one_line_and_leaves_no_run(case, tmp_path, capsys):
+    copy, against = changed(tmp_path, "compressed_tensors_fp8", lambda tensors, config: None), ORIGINAL
+    file = copy / "model.safetensors"
+    if case == "cut":
+        file.write_bytes(file.read_bytes()[:5000])
+    elif case == "junk":
+        file.write_bytes(b"\xff" * 100)
+    elif case == "config":
+        (copy / "config.json").write_text("{")
+    elif case == "nothing":
+        file.unlink()
+    else:
+        against = tmp_path / "absent"
+    root = tmp_path / "runs"
+    assert main(["audit", str(copy), "--against", str(against), "--tensor-save-dir", str(root)]) in (1, 2)
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and error.startswith("binade: checkpoint")
+    assert not list(root.glob("*/run.json"))
+
+
+def test_memory_holds_one_weight_at_a_time(monkeypatch):
+    """Weights are read when they are reached, and only those that are."""
+    read: list[str] = []
+    tensor = SafetensorsCheckpoint._tensor
+    monkeypatch.setattr(SafetensorsCheckpoint, "_tensor", lambda self, name: read.append(name) or tensor(self, name))
+    from binade.collector.audit.weights import AuditedCheckpoint
+
+    weights = AuditedCheckpoint(CHECKPOINTS / "autoawq").weights()
+    next(weights)
+    assert read == ["lm_head.weight"]
