@@ -25,6 +25,7 @@ class Alteration:
 
     before   of the values x, any shape
     scale    of the block scales [groups, 1], with x [groups, block], the spec and the absmax of the outer blocks
+    divides  whether x is divided by its scale where the spec multiplies by the reciprocal, which rounds
     scaled   of x over its scale
     round    of x over its scale: how it is rounded, with the spec
     values   of the rounded values, with the spec and x over its scale
@@ -34,6 +35,7 @@ class Alteration:
     words: str
     before: Callable[[Tensor], Tensor] | None = None
     scale: Callable[[Tensor, Tensor, Spec, Tensor], Tensor] | None = None
+    divides: bool = False
     scaled: Callable[[Tensor], Tensor] | None = None
     round: Callable[[Tensor, Spec], Tensor] | None = None
     values: Callable[[Tensor, Spec, Tensor], Tensor] | None = None
@@ -48,7 +50,8 @@ class Alteration:
         if self.scale:
             scale = self.scale(scale, blocks, spec, outer)
         factors = spec.scaling.factors(scale, spec, outer)
-        encoded = scaled(blocks, factors)
+        single = factors.encode is not None and factors.scale is not None and factors.outer is None
+        encoded = blocks / factors.scale if self.divides and single else scaled(blocks, factors)  # type: ignore[operator]
         if self.scaled:
             encoded = self.scaled(encoded)
         if self.round:
@@ -146,6 +149,7 @@ ALTERATIONS = (
     Alteration("the result is rounded to bfloat16", after=_cast(BF16)),
     Alteration("the result is rounded to float16", after=_cast(FP16)),
     Alteration("x and the result are rounded to bfloat16", before=_cast(BF16), after=_cast(BF16)),
+    Alteration("x is divided by its scale, not multiplied by the reciprocal", divides=True),
     Alteration("-0 becomes 0", after=lambda y: y + 0.0),
     Alteration("float32 subnormals of x are flushed to 0",
                before=lambda x: torch.where(x.abs() < SMALLEST_NORMAL, x * 0.0, x)),
@@ -169,5 +173,6 @@ ALTERATIONS = (
     Alteration("values are rounded twice: x to E4M3 first", before=_through("fp8_e4m3(scale=none)")),
     Alteration("values are rounded twice: x to E5M2 first", before=_through("fp8_e5m2(scale=none)")),
     Alteration("values are rounded twice: x to mxfp8 first", before=_through("mxfp8")),
+    Alteration("values are rounded twice: x to mxfp8_e5m2 first", before=_through("mxfp8_e5m2")),
 )  # fmt: skip
 """The alterations that `identify` tries, the simplest first."""
