@@ -56,6 +56,7 @@ class Alteration:
             encoded = self.scaled(encoded)
         if self.round:
             values = self.round(encoded, spec)
+            values = values if spec.format.element.signed_zero else values + 0.0
         else:
             values = round_to_element(encoded, spec.format.element, spec.rounding, spec.overflow)
         if self.values:
@@ -130,6 +131,10 @@ def _flushed(values: Tensor, spec: Spec, encoded: Tensor) -> Tensor:
     return torch.where(values.abs() < 2.0 ** spec.format.element.tiers[0][0], values * 0.0, values)
 
 
+def _signed_zero(values: Tensor, spec: Spec, encoded: Tensor) -> Tensor:
+    return torch.where(values == 0, torch.copysign(values, encoded), values)
+
+
 def _overflow_nan(values: Tensor, spec: Spec, encoded: Tensor) -> Tensor:
     return torch.where(encoded.abs() > spec.format.max, torch.nan, values)
 
@@ -151,6 +156,7 @@ ALTERATIONS = (
     Alteration("x and the result are rounded to bfloat16", before=_cast(BF16), after=_cast(BF16)),
     Alteration("x is divided by its scale, not multiplied by the reciprocal", divides=True),
     Alteration("-0 becomes 0", after=lambda y: y + 0.0),
+    Alteration("0 keeps the sign of x", values=_signed_zero),
     Alteration("float32 subnormals of x are flushed to 0",
                before=lambda x: torch.where(x.abs() < SMALLEST_NORMAL, x * 0.0, x)),
     Alteration("float32 subnormals of the result are flushed to 0",
