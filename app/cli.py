@@ -1,4 +1,5 @@
-"""binade serve: the app. binade report: every chart as files. binade bundle: sessions with their runs."""
+"""binade serve: the app. binade mcp: the same for agents. binade report: every chart as files. binade bundle: sessions
+with their runs."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import ctypes
 import errno
 import json
 import os
+import signal
 import socket
 import sys
 import tomllib
@@ -19,7 +21,7 @@ import click
 from binade.app.report import options
 from binade.data.words.filter import FilterError
 from binade.filter_options import filter_of
-from binade.terminal import BAD_USAGE, CliOption, Command, fail, line_of, resolve_root, root_option
+from binade.terminal import BAD_USAGE, CANCELLED, CliOption, Command, fail, line_of, resolve_root, root_option
 
 ARENA_MAX = -8  # M_ARENA_MAX of malloc.h
 
@@ -130,6 +132,24 @@ def _login_host() -> str:
     except StreamlitAuthError as error:
         raise SharingError(f"--login: {' '.join(str(error).split())} See docs/serving.md") from None
     return urlsplit(str(auth_util.get_secrets_auth_section()["redirect_uri"])).netloc.lower()
+
+
+def _mcp(root: str | None) -> None:
+    """Answer an agent in the Model Context Protocol, on standard input and output (docs/agents.md).
+
+    ROOT is the directory that contains the runs [default: $TENSOR_SAVE_DIR, else data/runs].
+    """
+    from altair.utils.schemapi import disable_debug_mode
+
+    from binade.app.agents.server import serve as serve_agent
+
+    runs = resolve_root(root)
+    for signum in (signal.SIGINT, signal.SIGTERM):  # a thread waits for a line on standard input, and would not end
+        signal.signal(signum, lambda signum, frame: os._exit(CANCELLED))
+    if sys.stdin.isatty():
+        print("binade mcp: waiting for an agent on standard input; Ctrl-C ends it", file=sys.stderr)
+    disable_debug_mode()  # as in `binade serve`
+    serve_agent(runs)
 
 
 @click.pass_context
@@ -243,6 +263,13 @@ serve = Command(
     ],
     callback=_serve,
     help=_serve.__doc__,
+    catches_signals=False,
+)
+mcp = Command(
+    "mcp",
+    params=[click.Argument(["root"], required=False, metavar="[ROOT]")],
+    callback=_mcp,
+    help=_mcp.__doc__,
     catches_signals=False,
 )
 report = Command(

@@ -29,6 +29,7 @@ COMMANDS = {
     },
     "Analyze": {
         "serve": "app.cli:serve",
+        "mcp": "app.cli:mcp",
         "measure": "collector.cli.measure:measure",
         "parity": "collector.cli.parity:parity",
         "advise": "collector.cli.advise:advise",
@@ -105,7 +106,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         package = (missing.name or "").partition(".")[0]
         if package == "binade":
             raise
-        return fail(f"{argv[0]} needs the package {package}: pip install 'binade[app]'")
+        extra = "mcp" if argv[0] == "mcp" else "app"
+        return fail(f"{argv[0]} needs the package {package}: pip install 'binade[{extra}]'")
     except click.exceptions.Exit as end:  # after --help
         return end.exit_code
     except click.exceptions.NoArgsIsHelpError as error:

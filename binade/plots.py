@@ -19,95 +19,29 @@ from inspect import Parameter, Signature
 from textwrap import fill
 from typing import Any
 
-from binade.app.draw.control import Control
 from binade.app.draw.figure import Drawn
-from binade.app.measures.registry import MAP_MEASURES
-from binade.app.pages.registry import PART
 from binade.app.questions.question import Question
 from binade.app.questions.registry import QUESTIONS
-from binade.app.questions.shared.selection import Of
-from binade.app.view.params import AnySpec, Many, One, Range, Whole, texts_of
-from binade.app.view.view import View
+from binade.app.view.params import texts_of
+from binade.app.view.request import parameters, view_of
 from binade.data.index.catalog import Catalog
 from binade.data.words.filter import Filter
-
-# What a question is asked of has parameters, too; its own are its controls.
-_OF: dict[Of, dict[str, str]] = {
-    Of.SELECTION: {
-        "format": "A format that tensors were scored in. By default the run’s own, or the one with the "
-        "fewest bits per value."
-    },
-    Of.BOARD: {
-        "format": "A format that tensors were scored in. By default the run’s own, or the one with the fewest bits per "
-        "value.",
-    },
-    Of.TENSOR: {
-        "tensor": "The tensor_id of a tensor of the filter. By default the one with the lowest SQNR.",
-        "format": "The format it is rounded to, with or without options. By default the run’s own, or of those that "
-        "tensors were scored in, the one with the fewest bits per value.",
-    },
-}
-
-
-_SCOPE = {
-    "metric": f"One of {', '.join(MAP_MEASURES)}. By default {next(iter(MAP_MEASURES))}.",
-    "versus": "A format or the id of a run: the difference to it. By default nothing.",
-}
-
-
-def _expected(param: object) -> str:
-    match param:
-        case One(allowed):
-            return f"one of {', '.join(allowed)}" if allowed else "no value, because none was recorded"
-        case Many(allowed):
-            return f"any of {', '.join(allowed)}"
-        case AnySpec():
-            return "a format, with or without options"
-        case Whole(low, high):
-            return f"a whole number from {low} to {high:,}"
-        case Range():
-            return "a range such as -24.5..-22"
-    return "a name that the catalog has"
-
-
-def _about(control: Control) -> str:
-    default = "" if callable(control.param) else ", ".join(texts_of(control.param.default))
-    texts = (control.label, _expected(control.param), f"By default {default}" if default else "", control.help)
-    return " ".join(f"{text[:1].upper()}{text[1:].rstrip('.')}." for text in texts if text)
 
 
 def _indented(text: str) -> str:
     return fill(text, 100, initial_indent="    ", subsequent_indent=" " * 8)
 
 
-def _parameters(question: Question) -> dict[str, str]:
-    """A description of each parameter of a question."""
-    of = {name: text for name, text in (_OF[question.of] | _SCOPE).items() if name in question.uses}
-    taken = dict.fromkeys(question.takes, "The tensor_ids of tensors to compare. By default the whole filter.")
-    return of | taken | {control.name: _about(control) for control in question.controls}
-
-
-def _answer(question: Question, catalog: Catalog, where: Filter, given: dict[str, list[str]]) -> Drawn:
-    names = _parameters(question)
-    view = View(question.page, {PART: [question.view]} | given).filtered(where)
-    params = view.params_in(catalog)
-    for name, texts in given.items():
-        if name not in names:
-            takes = ", ".join(names) or "none"
-            raise ValueError(f"plots.{question.name} has no parameter {name!r}. Its parameters: {takes}")
-        if bad := params[name].read(texts)[1]:
-            raise ValueError(f"plots.{question.name}: {name} is {bad[0]!r}, expected {_expected(params[name])}")
-    if not catalog.totals(where).tensors:
-        return Drawn(problems=(f"No tensor in {catalog.root} matches: {where.sentence()}.",))
-    return view.draw(catalog)
-
-
 def _function(question: Question) -> Callable[..., Drawn]:
-    def answer(catalog: Catalog, where: Filter | None = None, **parameters: Any) -> Drawn:
-        given = {name: texts_of(value) for name, value in parameters.items() if value is not None}
-        return _answer(question, catalog, where or Filter(), given)
+    def answer(catalog: Catalog, where: Filter | None = None, **values: Any) -> Drawn:
+        where = where or Filter()
+        given = {name: texts_of(value) for name, value in values.items() if value is not None}
+        view = view_of(question, catalog, where, given)
+        if not catalog.totals(where).tensors:
+            return Drawn(problems=(f"No tensor in {catalog.root} matches: {where.sentence()}.",))
+        return view.draw(catalog)
 
-    names = _parameters(question)
+    names = parameters(question)
     texts = [
         fill(f"{question.text} {question.help}. {question.note}", 100),
         "\n".join(("Parameters:", *(_indented(f"{name}: {text}") for name, text in names.items()))) if names else "",

@@ -26,6 +26,7 @@ TRAINS = ("run", "batch", "quick", "ablate")
 # Commands that begin so are parsed, and why they are not run.
 ONLY_PARSED = {
     "serve": "does not end; tests/app/test_serve.py",
+    "mcp": "does not end; tests/app/test_agents.py",
     "report": "takes long; tests/app/test_report.py",
     "import": "needs another tool's files; tests/collector/test_import.py",
     "diff RUN_A": "needs names of runs; tests/collector/cli/test_diff.py",

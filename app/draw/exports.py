@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import pandas as pd
 
-from binade.app.draw.figure import Figure
-from binade.app.draw.theme import PAPER
-from binade.app.report.rendering import Renderers
+from binade.app.draw.figure import WIDTH, Figure
+from binade.app.draw.theme import FONT, PAPER, Theme
+from binade.app.report.rendering import Picture, Renderers
 from binade.app.report.tables import axis_of, cells, shown
 from binade.data.words.text import csv_table, markdown_table, markdown_text
 
@@ -38,6 +39,14 @@ def of_figure(figure: Figure, end: str) -> bytes:
     with Renderers(1) as renderers:
         drawn = renderers.paper(paper_spec(figure, width), COLUMNS[width]).result()
     return drawn.svg if kind == "svg" else drawn.pdf
+
+
+def picture(
+    renderers: Renderers, figure: Figure, theme: Theme, embedded: dict[str, Any] | None = None
+) -> Future[Picture]:
+    """A figure drawn with its caption in a theme. embedded: as in `Renderers.render`."""
+    colors = {"card": theme.card, "quiet": theme.quiet, "font": FONT}
+    return renderers.render(figure.sized_spec(WIDTH) | {"config": theme.config()}, figure.caption_svg, colors, embedded)
 
 
 def of_table(frame: pd.DataFrame, end: str, caption: str = "") -> bytes:

@@ -37,9 +37,9 @@ from typing import Any
 from altair.utils.schemapi import disable_debug_mode
 
 from binade.app.draw import exports
-from binade.app.draw.figure import WIDTH, Figure
+from binade.app.draw.figure import Figure
 from binade.app.draw.formatting import big, bytes_text
-from binade.app.draw.theme import FONT, THEMES
+from binade.app.draw.theme import THEMES
 from binade.app.questions.registry import QUESTIONS
 from binade.app.questions.shared.runs import matching
 from binade.app.report import contents, overview, sessions, stats
@@ -244,7 +244,6 @@ def _write_texts(opened: Catalog, where: Filter, files: Files, html: str, sectio
 def _draw(opened: Catalog, request: ReportRequest, session: Session | None, files: Files, progress: Progress) -> int:
     where, command = request.where, request.command
     theme = THEMES[request.theme]
-    colors = {"card": theme.card, "quiet": theme.quiet, "font": FONT}
     contributions = (
         sessions.contributions(opened, session, command) if session else contents.contributions(opened, where, command)
     )
@@ -271,16 +270,14 @@ def _draw(opened: Catalog, request: ReportRequest, session: Session | None, file
         bundle = renderers.bundle()
         recorded = not session and opened.totals(where).tensors
         if quick := overview.quick_analysis(opened, where) if recorded else None:
-            picture = renderers.render(quick.spec | {"config": theme.config()}, quick.caption_svg, colors)
-            waiting.append((quick.name, quick, picture, {}))
+            waiting.append((quick.name, quick, exports.picture(renderers, quick, theme), {}))
             total += 1
         for one in contributions:
             unmerged.append(one)
             figures = {f"{one.name}/{figure.name}": figure for figure in one.figures}
             total += len(figures)
             for path, figure in figures.items():
-                spec = figure.sized_spec(WIDTH) | {"config": theme.config()}
-                picture = renderers.render(spec, figure.caption_svg, colors, of_page(figure))
+                picture = exports.picture(renderers, figure, theme, of_page(figure))
                 papers = {
                     width: renderers.paper(exports.paper_spec(figure, width), exports.COLUMNS[width])
                     for width in dict.fromkeys(request.papers)

@@ -23,6 +23,18 @@ def adam_update(weight: Tensor, state: Mapping[str, Tensor], group: Mapping[str,
     return update
 
 
+def eco_correction(error: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any]) -> Tensor:
+    """What ECO adds to Adam's first moment for the error of a weight, float32, so that later steps make up for it.
+    error: the weight before it was rounded minus the weight after; state: after the step, before its own rounding.
+
+    arXiv 2601.22101, algorithm 3: (1 − β₁ᵗ) / lr · (1 − 1/β₁) · (√(v / (1 − β₂ᵗ)) + ε) · error."""
+    beta, _ = group["betas"]
+    first, second = (1 - each ** state["step"].double() for each in group["betas"])
+    size = (state["exp_avg_sq"].float() / second).sqrt() + group["eps"]
+    correction: Tensor = (first / group["lr"] * (1 - 1 / beta)) * size * error
+    return correction.float()
+
+
 # Called in each iteration of Newton–Schulz, from 1, with the operands of its matrix products by the names that kinds of
 # Other.NEWTON_SCHULZ observe: "x" of XXᵀ, "gram" of AA, "left" and "right" of BX.
 Products = Callable[[int, Mapping[str, Tensor]], None]

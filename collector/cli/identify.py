@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING
-
 import click
 
+from binade.data.exchange.tensor_files import load
 from binade.terminal import FAILED, CliOption, Command, print_text
-
-if TYPE_CHECKING:  # slow to import
-    from torch import Tensor
 
 
 def _identify(x: str, q: str, scales: str | None, tensor_scale: float | None, block: str | None) -> int:
@@ -32,37 +27,6 @@ def _identify(x: str, q: str, scales: str | None, tensor_scale: float | None, bl
         raise click.UsageError(str(error)) from error
     print_text(str(found))
     return 0 if found.spec else FAILED
-
-
-def load(text: str) -> Tensor:
-    """The tensor of a file. Raises UsageError."""
-    import numpy as np
-    import torch
-    from safetensors import safe_open
-
-    name, _, key = text.rpartition(":") if ".safetensors:" in text else (text, "", "")
-    path = Path(name)
-    if not path.is_file():
-        raise click.UsageError(f"{name} is no file")
-    try:
-        if path.suffix == ".npy":
-            return torch.from_numpy(np.load(path, allow_pickle=False))
-        if path.suffix == ".safetensors":
-            with safe_open(path, "pt") as file:
-                names = list(file.keys())
-                if key not in names:
-                    raise click.UsageError(f"{text}: expected FILE:NAME with one of {', '.join(names[:20])}")
-                named: Tensor = file.get_tensor(key)
-                return named
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except click.UsageError:
-        raise
-    except Exception as error:  # of three libraries, which raise many kinds
-        raise click.UsageError(f"{name} cannot be read: {str(error).partition(chr(10))[0]}") from error
-    tensor = loaded.get("tensor") if isinstance(loaded, dict) else loaded
-    if not isinstance(tensor, torch.Tensor):
-        raise click.UsageError(f"{name} holds no tensor: expected one, or a recorded tensor of a run")
-    return tensor
 
 
 identify = Command(

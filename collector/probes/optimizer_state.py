@@ -5,6 +5,9 @@ before these are rounded, two numbers are recorded in each recorded iteration:
 
     update_error    ‖Δw_q − Δw‖ / ‖Δw‖    Δw_q from the rounded moments; if the weight is rounded, Q(w + Δw_q) − w
     lost_updates    the share of the nonzero elements of Δw that leave the stored weight as it was
+    stale_exp_avg, stale_exp_avg_sq
+                    of a moment that is rounded: of the elements that the step changes, the share that is rounded back
+                    to what was stored, Q(βm + (1 − β)g) = m (arXiv 2603.16731)
 
 Of torch.optim.Muon, Δw follows from O = orth(B) of the momentum B in the same way. If the momentum is rounded, three
 more are recorded, with O_q = orth(Q(B)) and the singular vectors u, v of what is orthogonalized:
@@ -16,8 +19,9 @@ more are recorded, with O_q = orth(Q(B)) and the singular vectors u, v of what i
 
 The momentum is rounded after the step, as MuonQ does: the step itself uses the momentum as it is, the next step the
 rounded one. Of other optimizers, Δw is what the weight changed by, in its own dtype, and only lost_updates is recorded.
-A weight is not measured in a step before which it was not yet a value of its format. Random numbers depend on the
-iteration, which a forward pass begins.
+Where the errors of weights are added to the first moment (`weight_errors`), update_error is not recorded: the moment is
+not what the step was computed from. A weight is not measured in a step before which it was not yet a value of its
+format. Random numbers depend on the iteration, which a forward pass begins.
 """
 
 from __future__ import annotations
@@ -34,7 +38,13 @@ from binade.collector.capture.adapters.dtensor import is_dtensor
 from binade.collector.capture.adapters.layer import InstrumentError
 from binade.collector.capture.clock import parameters_of, seed_of
 from binade.collector.capture.instrumented import Instrumented
-from binade.collector.capture.optimizer_updates import MOMENTUM, adam_update, muon_update, orthogonalized
+from binade.collector.capture.optimizer_updates import (
+    MOMENTUM,
+    adam_update,
+    eco_correction,
+    muon_update,
+    orthogonalized,
+)
 from binade.collector.probes.probe import Probe
 from binade.collector.recipes.recipe import Scheme, StateRounding
 from binade.data.run.tensor_kinds import Product
@@ -45,11 +55,18 @@ from binade.quant.specs import Spec
 ERROR, LOST = "update_error", "lost_updates"
 ANGLE, ALIGNMENT, SINGULAR = "update_angle", "update_alignment", "update_singular_values"
 WEIGHT = "master_weight"
+MOMENTS = ("exp_avg", "exp_avg_sq")
 FACTOR = "momentum_buffer_factor"  # MuonQ's R, which the next step starts from
 
 
 def _rounded(x: Tensor, spec: Spec, seed: int) -> Tensor:
     return apply(x, spec, seed=seed)[0]
+
+
+def _local(x: Tensor) -> Tensor:
+    """The part of a DTensor on this rank; another tensor as it is."""
+    local: Tensor = x.to_local() if is_dtensor(x) else x  # type: ignore[attr-defined]
+    return local
 
 
 def _angle(a: Tensor, b: Tensor) -> Tensor:
@@ -66,12 +83,14 @@ class StateRounder(Probe):
     def __init__(self, instrumented: Instrumented, state: StateRounding) -> None:
         self.state, self.seed, self.recording = state, instrumented.seed, instrumented.recording
         self.models = instrumented.models
+        self.corrects = state.weight_errors == "momentum" and state.master_weight is not None
         hooks = instrumented.hooks
         layers = [hook.layer for hook in hooks if hook.observing and hook.product is Product.LINEAR]
         weights = {layer.weight: layer.site for layer in layers if not layer.part}
         # Those that are recorded, as far as each is one parameter of this rank.
         self.sites = {weight: site for weight, site in weights.items() if type(weight) is nn.Parameter}
         self.before: dict[Tensor, Tensor] = {}
+        self.moments: dict[tuple[Tensor, str], Tensor] = {}  # those that are rounded, as they were stored
         self.rounded: set[str] = set()
         self.stored: set[Tensor] = set()  # the weights that were of their format before a measured step
         self.stepped = False
@@ -83,8 +102,13 @@ class StateRounder(Probe):
 
     def before_step(self, optimizer: Optimizer) -> None:
         self.before.clear()
+        self.moments.clear()
         if self.recording.policy.moment_of_step().recording:
             self.before.update((p, p.detach().clone()) for p in parameters_of(optimizer) if p in self.sites)
+            for p in self.before:
+                held = optimizer.state.get(p, {})
+                rounded = (key for key in MOMENTS if key in self.state.specs and key in held)
+                self.moments.update(((p, key), held[key].detach().clone()) for key in rounded)
 
     @torch.no_grad()
     def after_step(self, optimizer: Optimizer) -> None:
@@ -125,10 +149,19 @@ class StateRounder(Probe):
         if before is not None:
             exact = muon()
             update = computed(before, exact) if knows else weight.float() - before.float()
+        before_moments = {key: self.moments.pop((parameter, key), None) for key in MOMENTS}
+        changed = {key: state[key] != stored for key, stored in before_moments.items() if stored is not None}
+        if self.corrects:
+            if not isinstance(optimizer, torch.optim.Adam):
+                raise InstrumentError(f"weight_errors of {name}: only of torch.optim.Adam and AdamW")
+            self._correct(weight, state, group, seeds[WEIGHT])
         for key, spec in self.state.specs.items():
             x = weight if key == WEIGHT else state.get(key)
             if isinstance(x, Tensor) and x.shape == weight.shape and x.dtype in DTYPES:
                 self._round(name, key, x, spec, seeds[key], state)
+        for key, moved in changed.items():
+            stale = (moved & (state[key] == before_moments[key])).sum() / moved.sum().clamp(min=1)
+            self.recording.keep(f"stale_{key}", stale.reshape(1), self.sites[parameter], "optimizer")
         if before is None:
             return
         if (stored := self.state.master_weight) and parameter not in self.stored:
@@ -138,7 +171,7 @@ class StateRounder(Probe):
         site, changes = self.sites[parameter], update != 0
         lost = (changes & (weight == before)).sum().float() / changes.sum().clamp(min=1)
         self.recording.keep(LOST, lost.reshape(1), site, "optimizer")
-        if knows:
+        if knows and not self.corrects:
             rounded = muon()
             again, size = computed(before, rounded), update.norm()
             if stored:
@@ -154,9 +187,15 @@ class StateRounder(Probe):
                 self.recording.keep(ALIGNMENT, (u * (rounded_update.float() @ v.t())).sum(0)[known], site, "optimizer")
                 self.recording.keep(SINGULAR, torch.linalg.svdvals(rounded_update.float()), site, "optimizer")
 
+    def _correct(self, weight: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any], seed: int) -> None:
+        """Add what rounding will take from a weight to its first moment. state: of the weight."""
+        parts, x, spec = {key: _local(each) for key, each in state.items()}, _local(weight), self.state.master_weight
+        assert spec
+        parts["exp_avg"].add_(eco_correction(x.float() - _rounded(x, spec, seed).float(), parts, group))
+
     def _round(self, name: str, key: str, x: Tensor, spec: Spec | Scheme, seed: int, state: dict[str, Tensor]) -> None:
         """Round a tensor of a parameter of this name in place. state: of the parameter."""
-        local: Tensor = x.to_local() if is_dtensor(x) else x  # type: ignore[attr-defined]
+        local = _local(x)
         if isinstance(spec, Spec):
             try:
                 local.copy_(_rounded(local, spec, seed))

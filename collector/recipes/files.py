@@ -36,6 +36,7 @@
     exp_avg_sq = "bf16"
     momentum_buffer = "muonq"           # Muon's; or a spec
     master_weight = "bf16"              # the parameters that the optimizer updates
+    weight_errors = "momentum"          # what that takes from them is added to Adam's first moment, as ECO does
 
     [communication]                     # see `recipe.Communication`
     reduce_scatter = "fp8_e4m3(block=1x128)"

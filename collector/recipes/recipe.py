@@ -195,12 +195,20 @@ class _Specs:
 
 @dataclass(frozen=True)
 class StateRounding(_Specs):
-    """What the optimizer's tensors of these kinds are rounded to after each step. See probes.optimizer_state."""
+    """What the optimizer's tensors of these kinds are rounded to after each step. See probes.optimizer_state.
+
+    weight_errors   what rounding takes from the weights: "lost", or added to Adam's first moment as ECO does
+    """
 
     exp_avg: Spec | None = None
     exp_avg_sq: Spec | None = None
     momentum_buffer: Spec | Scheme | None = field(default=None, metadata={"schemes": tuple(Scheme)})
     master_weight: Spec | None = None
+    weight_errors: str = field(default="lost", metadata={"choices": ("lost", "momentum")})
+
+    def __str__(self) -> str:
+        corrected = ", errors of weights added to exp_avg" if self.weight_errors == "momentum" else ""
+        return f"{super().__str__()}{corrected}"
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ class Alteration:
 
     before   of the values x, any shape
     scale    of the block scales [groups, 1], with x [groups, block], the spec and the absmax of the outer blocks
+    divides  whether x is divided by its scale where the spec multiplies by the reciprocal, which rounds
     scaled   of x over its scale
     round    of x over its scale: how it is rounded, with the spec
     values   of the rounded values, with the spec and x over its scale
@@ -34,6 +35,7 @@ class Alteration:
     words: str
     before: Callable[[Tensor], Tensor] | None = None
     scale: Callable[[Tensor, Tensor, Spec, Tensor], Tensor] | None = None
+    divides: bool = False
     scaled: Callable[[Tensor], Tensor] | None = None
     round: Callable[[Tensor, Spec], Tensor] | None = None
     values: Callable[[Tensor, Spec, Tensor], Tensor] | None = None
@@ -48,11 +50,13 @@ class Alteration:
         if self.scale:
             scale = self.scale(scale, blocks, spec, outer)
         factors = spec.scaling.factors(scale, spec, outer)
-        encoded = scaled(blocks, factors)
+        single = factors.encode is not None and factors.scale is not None and factors.outer is None
+        encoded = blocks / factors.scale if self.divides and single else scaled(blocks, factors)  # type: ignore[operator]
         if self.scaled:
             encoded = self.scaled(encoded)
         if self.round:
             values = self.round(encoded, spec)
+            values = values if spec.format.element.signed_zero else values + 0.0
         else:
             values = round_to_element(encoded, spec.format.element, spec.rounding, spec.overflow)
         if self.values:
@@ -136,6 +140,10 @@ def _flushed(values: Tensor, spec: Spec, encoded: Tensor) -> Tensor:
     return torch.where(values.abs() < 2.0 ** spec.format.element.tiers[0][0], values * 0.0, values)
 
 
+def _signed_zero(values: Tensor, spec: Spec, encoded: Tensor) -> Tensor:
+    return torch.where(values == 0, torch.copysign(values, encoded), values)
+
+
 def _overflow_nan(values: Tensor, spec: Spec, encoded: Tensor) -> Tensor:
     return torch.where(encoded.abs() > spec.format.max, torch.nan, values)
 
@@ -155,7 +163,9 @@ ALTERATIONS = (
     Alteration("the result is rounded to bfloat16", after=_cast(BF16)),
     Alteration("the result is rounded to float16", after=_cast(FP16)),
     Alteration("x and the result are rounded to bfloat16", before=_cast(BF16), after=_cast(BF16)),
+    Alteration("x is divided by its scale, not multiplied by the reciprocal", divides=True),
     Alteration("-0 becomes 0", after=lambda y: y + 0.0),
+    Alteration("0 keeps the sign of x", values=_signed_zero),
     Alteration("float32 subnormals of x are flushed to 0",
                before=lambda x: torch.where(x.abs() < SMALLEST_NORMAL, x * 0.0, x)),
     Alteration("float32 subnormals of the result are flushed to 0",
@@ -179,6 +189,7 @@ ALTERATIONS = (
     Alteration("values are rounded twice: x to E4M3 first", before=_through("fp8_e4m3(scale=none)")),
     Alteration("values are rounded twice: x to E5M2 first", before=_through("fp8_e5m2(scale=none)")),
     Alteration("values are rounded twice: x to mxfp8 first", before=_through("mxfp8")),
+    Alteration("values are rounded twice: x to mxfp8_e5m2 first", before=_through("mxfp8_e5m2")),
     Alteration("scales, and x over its scale, are rounded to bfloat16", scale=_of_bf16, scaled=_cast(BF16)),
 )  # fmt: skip
 """The alterations that `identify` tries, the simplest first."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -15,6 +16,7 @@ from binade.quant.quantizer import apply
 from binade.quant.specs import TENSOR, Spec
 
 Compute = Callable[[Pair], Tensor]
+BINADES = 40  # how far the absmax of another tensor may be
 ULPS = 12  # how many float32 neighbors of an absmax are tried
 
 
@@ -57,8 +59,9 @@ def other_absmax(pair: Pair, spec: Spec) -> tuple[Compute, str] | None:
     least = 0.0 if spec.block == TENSOR else 0.25
     share, scale = fits(x, q, spec.format.element, False, TOLERANCE[part.q.dtype], least=least)
     one = scale[int(share.argmax())]
-    if spec.block == TENSOR:
-        wanted = one[None] * spec.scaling.shared(spec)[0] if hasattr(spec.scaling, "shared") else one[None]
+    if spec.block == TENSOR:  # known up to a power of two, where no value saturates or is subnormal
+        wanted = one * torch.exp2(torch.arange(-BINADES, BINADES + 1, dtype=torch.float64))
+        wanted = wanted * spec.scaling.shared(spec)[0] if hasattr(spec.scaling, "shared") else wanted
     else:
         wanted = one / magnitudes(E4M3)[1:] * spec.scaling.kernel_constant(spec)
     wanted = wanted[(wanted > 0) & wanted.isfinite()].float()
@@ -66,13 +69,15 @@ def other_absmax(pair: Pair, spec: Spec) -> tuple[Compute, str] | None:
     def rounded(absmax: Tensor) -> Compute:
         return lambda part: apply(part.x, spec, -1, absmax=absmax)[0]
 
-    scored = [(float(is_apart(rounded(a)(part), part.q).double().mean()), a) for a in wanted]
-    if not scored or (best := min(scored, key=lambda one: one[0]))[0] > 0:
+    nearest = sorted(wanted, key=lambda a: abs(math.log2(float(a) / float(pair.absmax))) if pair.absmax else 0.0)
+    fitting = [a for a in nearest if not is_apart(rounded(a)(part), part.q).any()]
+    if not fitting:
         return None
     steps = torch.arange(-ULPS, ULPS + 1, dtype=torch.int32)
-    near = (best[1].view(torch.int32) + steps[steps.abs().argsort(stable=True)]).view(torch.float32)
+    near = (fitting[0].view(torch.int32) + steps[steps.abs().argsort(stable=True)]).view(torch.float32)
     absmax = min(near, key=lambda a: int(differs(rounded(a)(part), part.q).sum()))
-    words = f"with an absmax of {float(absmax):.6g} instead of {float(pair.absmax):.6g}, as of another tensor"
+    several = ", or that times a power of two," if len(fitting) > 1 else ""
+    words = f"with an absmax of {float(absmax):.6g}{several} instead of {float(pair.absmax):.6g}, as of another tensor"
     return rounded(absmax), words
 
 

@@ -20,6 +20,7 @@ INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float
 SAMPLE = 1 << 15  # values; a tensor of twice as many is its own sample
 LINES, COLUMNS = 64, 512
 FEW = 1 << 12
+BAND, BAND_LINES = 1 << 19, 128  # values, and the most rows of a block
 
 
 def differs(y: Tensor, q: Tensor) -> Tensor:
@@ -56,9 +57,11 @@ class Pair:
 
     def index(self, line: int, place: int) -> tuple[int, ...]:
         """The index in the tensors of a value of a line."""
-        rest = [size for axis, size in enumerate(self.shape) if axis != self.dim]
-        index = [int(i) for i in torch.unravel_index(torch.tensor(line), rest)] if rest else []
-        return (*index[: self.dim], place, *index[self.dim :])
+        index: list[int] = []
+        for axis in reversed(range(len(self.shape))):
+            line, at = divmod(line, self.shape[axis]) if axis != self.dim else (line, place)
+            index.insert(0, at)
+        return tuple(index)
 
     @cached_property
     def absmax(self) -> Tensor:
@@ -113,6 +116,15 @@ class Pair:
     def head(self) -> Pair:
         """The first lines."""
         return self._part(torch.arange(min(len(self.x), LINES)), self.x.shape[1])
+
+    @cached_property
+    def band(self) -> Pair:
+        """Whole lines in the middle, of whole blocks; of a small tensor all."""
+        lines, axis = self.x.shape
+        start, count = lines // 2 // BAND_LINES * BAND_LINES, max(BAND_LINES, BAND // axis // BAND_LINES * BAND_LINES)
+        if lines * axis <= 2 * BAND or start + count > lines:
+            return self
+        return self._part(torch.arange(start, start + count), axis)
 
     def _part(self, lines: Tensor, columns: int) -> Pair:
         x, q = (t[lines, :columns].contiguous() for t in (self.x, self.q))

@@ -107,29 +107,56 @@ def _first_that_match(
     pairs: Sequence[tuple[CodeReading, Pair]], tried: Sequence[Spec]
 ) -> list[tuple[Attempt, SpecOutcome]]:
     """The trials of the first stage that has a match, verified, else of all."""
-    found: list[tuple[Attempt, SpecOutcome]] = []
     plain: list[list[Attempt]] = []
     for reading, pair in pairs:
         chosen = [spec for spec in tried if reading.fits(spec.format.element)]
         plain.append(sorted(_plain(pair, chosen), key=lambda trial: trial.order))
-        found += _verified(plain[-1], reading)
+    found = _verified([(reading, trials) for (reading, _), trials in zip(pairs, plain, strict=True)])
     for stage in (_random, _altered, _rotated, _of_other_scales):
         if any(outcome.exact for _, outcome in found):
             break
+        staged = []
         for (reading, pair), trials in zip(pairs, plain, strict=True):
             chosen = [spec for spec in tried if reading.fits(spec.format.element)]
-            found += _verified(sorted(stage(pair, chosen, trials), key=lambda trial: trial.order), reading)
+            staged.append((reading, sorted(stage(pair, chosen, trials), key=lambda trial: trial.order)))
+        found += _verified(staged)
     if not any(outcome.matches for _, outcome in found):
         for (reading, _), trials in zip(pairs, plain, strict=True):
             found += [(trial, _outcome(trial, reading)) for trial in _best_of_formats(trials)]
     return found
 
 
-def _verified(trials: list[Attempt], reading: CodeReading) -> list[tuple[Attempt, SpecOutcome]]:
-    """On all values: the trials without a difference in the sample, else those that are not apart."""
-    good = [trial for trial in trials if trial.share == 0][:VERIFIED]
-    close = [trial for trial in trials if trial.apart == 0][:ALTERED]
-    return [(trial, _outcome(trial, reading)) for trial in good or close]
+def _verified(staged: Sequence[tuple[CodeReading, list[Attempt]]]) -> list[tuple[Attempt, SpecOutcome]]:
+    """On all values, of each reading and axis: the trials without a difference in the sample, else those that are not
+    apart."""
+    found: list[tuple[Attempt, SpecOutcome]] = []
+    waiting: list[tuple[CodeReading, Attempt]] = []
+    for reading, trials in staged:
+        good = [trial for trial in trials if trial.share == 0][:VERIFIED]
+        close = [trial for trial in trials if trial.apart == 0][:ALTERED]
+        likely, others = _divided(good or close)
+        found += [(trial, _outcome(trial, reading)) for trial in likely]
+        waiting += [(reading, trial) for trial in others]
+    if any(outcome.exact for _, outcome in found):
+        return found
+    return found + [(trial, _outcome(trial, reading)) for reading, trial in waiting]
+
+
+def _divided(trials: list[Attempt]) -> tuple[list[Attempt], list[Attempt]]:
+    """(the trials without a difference in a band of the tensor, which is larger than the sample; of the others those
+    that are not apart there and the nearest). In a large tensor, a hundred specs can agree with the sample, and each
+    takes a second on all values. Trials with an alteration are not divided: theirs may depend on the place."""
+    likely: list[Attempt] = []
+    others: list[tuple[int, int, int, Attempt]] = []
+    for place, trial in enumerate(trials):
+        band = trial.pair.band
+        y = None if trial.words or band is trial.pair else trial.compute(band)
+        if y is None or not (different := differs(y, band.q)).any():
+            likely.append(trial)
+        else:
+            others.append((int(is_apart(y, band.q).sum()), int(different.sum()), place, trial))
+    nearest = sorted(others)[:ALTERED]
+    return likely, [*(one[-1] for one in nearest), *(one[-1] for one in sorted(others)[ALTERED:] if one[0] == 0)]
 
 
 def _best_of_formats(trials: list[Attempt]) -> list[Attempt]:
@@ -267,8 +294,9 @@ def _random(pair: Pair, tried: Sequence[Spec], plain: Sequence[Attempt]) -> Iter
 def _of_other_scales(pair: Pair, tried: Sequence[Spec], plain: Sequence[Attempt]) -> Iterator[Attempt]:
     """The absmax of another tensor, scales of another place, swapped codes, rounding along the other axis first."""
     usual = [spec for spec in tried if _is_usual(spec)]
+    explained = {trial.spec for trial in plain if trial.apart == 0}  # but for the order of multiplications
     for spec in pair.surviving(usual):
-        if spec.of_tensor and (found := faults.other_absmax(pair, spec)):
+        if spec.of_tensor and spec not in explained and (found := faults.other_absmax(pair, spec)):
             yield _trial(pair, spec, *found)
     swapped = Pair(pair.x, faults.swapped(pair.q), pair.dim, pair.shape) if pair.x.shape[1] % 2 == 0 else None
     four_bits = [spec for spec in usual if spec.format.element.bits == 4]
@@ -276,12 +304,18 @@ def _of_other_scales(pair: Pair, tried: Sequence[Spec], plain: Sequence[Attempt]
         for spec in swapped.surviving(four_bits):
             words = "the two codes of each byte are swapped"
             yield _trial(pair, spec, lambda part, spec=spec: faults.swapped(pair.rounded(spec, part)), words)  # type: ignore[misc]
-    explained = pair.surviving(usual, near=False)
-    for spec in sorted(explained, key=lambda spec: (spec.format.element.bits, len(str(spec))))[:ALTERED]:
+    possible = pair.surviving(usual, near=False)
+    for spec in sorted(possible, key=_likely_first)[:ALTERED]:
         for found in faults.misread(pair, spec):
             trial = _trial(pair, spec, *found, part=pair.head)
             if trial.apart == 0:
                 yield trial
+
+
+def _likely_first(spec: Spec) -> tuple[bool, int, int]:
+    """Specs with the block of their format come first, then those of few bits."""
+    own = spec.block == Spec.of(spec.format).block
+    return not own, spec.format.element.bits, len(str(spec))
 
 
 def _told_apart(matches: Sequence[SpecOutcome]) -> dict[SpecOutcome, str]:

@@ -85,7 +85,7 @@ def test_filter_and_parameters(catalog: Catalog):
     ],
 )
 def test_what_is_not_known_is_refused(catalog: Catalog, name: str, given: dict[str, object], named: str):
-    with pytest.raises(ValueError, match=re.compile(f"^plots.{name}.*{named}")):
+    with pytest.raises(ValueError, match=re.compile(f"^{name}.*{named}")):
         getattr(plots, name)(catalog, **given)
     with pytest.raises(AttributeError, match=r"'rankin'.* map, "):
         _ = plots.rankin

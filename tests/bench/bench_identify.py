@@ -3,8 +3,9 @@
     python -m tests.bench.bench_identify
 
 Each line is one call: a tensor that a spec made, with blocks along the last or the first axis; or one with a fault, for
-which all hypotheses up to the right one are tried. ratio = seconds of identify / seconds of `fake_quantize` to nvfp4,
-the median of five, after its kernel is built. "right" says whether the spec or the fault was named.
+which all hypotheses up to the right one are tried. seconds: by the clock; processor: of all threads, which depends less
+on what else the machine does. ratio = processor seconds of identify / those of `fake_quantize` to nvfp4, the median of
+five, after its kernel is built. "right" says whether the spec or the fault was named.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ SPECS = (
 )
 
 
-def seconds_of(call) -> tuple[float, object]:
-    begin = time.perf_counter()
+def timed(call) -> tuple[float, float, object]:
+    """(seconds by the clock, processor seconds, the result)."""
+    begin, work = time.perf_counter(), time.process_time()
     result = call()
-    return time.perf_counter() - begin, result
+    return time.perf_counter() - begin, time.process_time() - work, result
 
 
 def faults(x: Tensor) -> dict[str, tuple[Tensor, str]]:
@@ -50,18 +52,21 @@ def main() -> None:
     size = parser.parse_args().size
     x = torch.randn(size, size, generator=torch.Generator().manual_seed(0))
     fake_quantize(x, "nvfp4")
-    quantize = statistics.median(seconds_of(lambda: fake_quantize(x, "nvfp4"))[0] for _ in range(5))
-    print(f"{torch.get_num_threads()} threads, {size}×{size}, fake_quantize to nvfp4: {quantize:.3f} s")
-    print(f"{'tensor':44}  axis  seconds    ratio  right")
+    quantize = statistics.median(timed(lambda: fake_quantize(x, "nvfp4"))[1] for _ in range(5))
+    print(f"{torch.get_num_threads()} threads, {size}×{size}, fake_quantize to nvfp4: {quantize:.3f} processor seconds")
+    print(f"{'tensor':44}  axis  seconds  processor    ratio  right")
+
+    def report(name: str, dim: int, q: Tensor, wanted: Spec | str) -> None:
+        seconds, work, found = timed(lambda: identify(x, q))
+        named = {outcome.spec for outcome in found.matches}
+        right = wanted in str(found) if isinstance(wanted, str) else wanted in named
+        print(f"{name:44}  {dim:4}  {seconds:7.2f}  {work:9.2f}  {work / quantize:7.0f}  {right}", flush=True)
+
     for spec in SPECS:
         for dim in (-1, 0):
-            q = fake_quantize(x, spec, dim)
-            seconds, found = seconds_of(lambda q=q: identify(x, q))
-            right = any(outcome.spec == Spec.of(spec) for outcome in found.matches)
-            print(f"{spec:44}  {dim:4}  {seconds:7.2f}  {seconds / quantize:7.0f}  {right}", flush=True)
+            report(spec, dim, fake_quantize(x, spec, dim), Spec.of(spec))
     for name, (q, part) in faults(x).items():
-        seconds, found = seconds_of(lambda q=q: identify(x, q))
-        print(f"{name:44}    -1  {seconds:7.2f}  {seconds / quantize:7.0f}  {part in str(found)}", flush=True)
+        report(name, -1, q, part)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ AMD = (
     "mxfp4(scale=even)", "mxfp4(block=32x32, scale=even)", "mxfp4(scale=even)", "mxfp4(block=32x32, scale=even)",
     "mxfp4(scale=even, hadamard=16)", "mxfp4(scale=even, hadamard=16)",
 )  # fmt: skip
+UNIFORM = "nvint4(scale=float32, hadamard=16, signs=fixed)"
 TILES = tuple("fp8_e4m3(block=1x128)" if name[-1] != "b" else "fp8_e4m3(block=128x128)" for name in OPERAND_FIELDS)
 EXPECTED = {
     "te_delayed": tuple(f"fp8_{e}(history=1024)" for e in ("e4m3", "e4m3", "e5m2", "e4m3", "e5m2", "e4m3")),
@@ -58,6 +59,11 @@ EXPECTED = {
         "fp8_e4m3(scale=float32)",
         "*fp8_e4m3(scale=deepgemm)",
     ),
+    "deepseek_v4": (
+        *(spec.replace(")", ", scale=pow2)") for spec in TILES[:5]),
+        "*fp8_e4m3(block=1x128, scale=pow2)",
+    ),
+    "ufp4": (*(UNIFORM,) * 2, *(UNIFORM.replace("float32", "float32, rounding=stochastic"), UNIFORM) * 2),
     "nvidia_mxfp8": ("mxfp8(scale=rceil)",) * 6,
     "nvidia_nvfp4": NVIDIA,
     "quartet": ("mxfp4(scale=quest, hadamard=32)",) * 2 + (QUARTET, f"*{QUARTET}") * 2,
@@ -112,6 +118,13 @@ def test_experts_have_a_table_of_their_own():
     expert = replace(recipe, linear=recipe.linear_of(Site(2, "fc1", expert=3)))
     assert six(expert) == ("nvfp4(scale=nvfp4_row)", "nvfp4", mxfp8, f"*{mxfp8}", mxfp8, f"*{mxfp8}")
     assert recipe.linear_of(Site(2, "fc1")) == recipe.linear_of(Site(2, "shared_fc1")) == recipe.linear
+
+
+def test_experts_of_deepseek_v4_have_weights_of_4_bits():
+    recipe = parse_recipe("deepseek_v4")
+    expert = six(replace(recipe, linear=recipe.linear_of(Site(2, "fc1", expert=3))))
+    assert expert[:2] == ("fp8_e4m3(block=1x128, scale=pow2)", "mxfp4(scale=rceil)")
+    assert expert[3] == "*fp8_e4m3(block=128x128, scale=pow2)"
 
 
 def test_a_weight_has_no_tokens_whose_mean_a_whole_gemm_subtracts():

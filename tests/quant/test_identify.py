@@ -112,6 +112,22 @@ def test_codes_and_scales_are_read(scale, packed):
     assert found.spec == Spec.of("mxfp4")
 
 
+def test_zeros_with_a_sign_are_told_from_ties():
+    """INT4 has no -0; numpy's rint keeps the sign."""
+    x = values(11, (64, 128))
+    scale = np.exp2(np.ceil(np.log2(np.abs(x.reshape(64, -1, 32)).max(-1) / 7))).repeat(32, 1)
+    found = named(x, (np.rint(x / scale) * scale).astype(np.float32))
+    assert words(found).count("0 keeps the sign of x") and "ties" not in words(found)
+
+
+def test_division_by_the_scale_is_told_from_its_reciprocal():
+    x = values(12, (128, 512)).astype(ml_dtypes.bfloat16).astype(np.float32)  # with values near midpoints
+    scale = (np.abs(x.reshape(128, -1, 128)).max(-1) / np.float32(448)).repeat(128, 1)
+    q = library_round("fp8_e4m3", x / scale) * scale
+    assert not np.array_equal(q, library_round("fp8_e4m3", x * (np.float32(1) / scale)) * scale)
+    assert "divided by its scale" in words(named(x, q))
+
+
 def every_second_row(x):
     q = mx("mxfp4", x, "rceil", 32)
     q[1::2] *= np.float32(1.25)

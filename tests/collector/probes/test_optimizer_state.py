@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from copy import deepcopy
 from pathlib import Path
@@ -22,7 +23,7 @@ from binade.collector.training.config import RunConfig
 from binade.collector.training.ranks import join
 from tests.collector.forked import forked, ranks_of
 from tests.collector.instrumented import rows
-from tests.quant.oracles import fp8_blocks
+from tests.quant.oracles import E2M1, fp8_blocks, mx
 
 FP8 = "fp8_e4m3(block=1x128)"
 STEPS = 4
@@ -36,6 +37,7 @@ ROUND = {
     FP8: lambda x: fp8_blocks(x.reshape(-1, x.shape[-1])).reshape(x.shape),
     "bf16": bf16,
     "fp16": lambda x: x.astype(np.float16).astype(np.float32),
+    "mxfp4": lambda x: mx(x, grid=E2M1),
 }
 CASES = {
     "moments in fp8": {"exp_avg": FP8, "exp_avg_sq": FP8},
@@ -69,9 +71,11 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: range, af
         after()
 
 
-def train(root: Path, state: dict[str, str], model: nn.Module, optimizer: torch.optim.Optimizer, **options) -> None:
+def train(
+    root: Path, state: dict[str, str], model: nn.Module, optimizer: torch.optim.Optimizer, more: str = "", **options
+) -> None:
     with Recorder(root, scores=(), measures=(), max_bytes=0) as recorder:
-        with instrument(model, recipe(root, state), recorder, **options):
+        with instrument(model, recipe(root, state, more), recorder, **options):
             steps(model, optimizer, range(STEPS))
 
 
@@ -172,6 +176,60 @@ def test_small_updates_are_lost_in_bf16_unless_rounding_is_stochastic(tmp_path, 
     share = (sign * moved[certain]).mean() / (sign * wanted[certain]).mean()
     deviation = moved[certain].std() / np.sqrt(certain.sum()) / np.abs(wanted[certain]).mean()
     assert share == 0 if spec == "bf16" else abs(share - 1) < 4 * deviation < 0.5
+
+
+def test_the_error_of_a_weight_goes_to_the_first_moment(tmp_path):
+    """ECO's formula in NumPy, after torch's own step."""
+    state = {"master_weight": "bf16", "exp_avg": FP8}
+    model, other = build(), build()
+    options = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0}
+    optimizer, plain = (torch.optim.AdamW(each.parameters(), **options) for each in (model, other))
+    train(tmp_path, state, model, optimizer, more='weight_errors = "momentum"\n')
+    for number in range(STEPS):
+        steps(other, plain, range(number, number + 1))
+        for parameter in other.parameters():
+            held, w = plain.state[parameter], parameter.detach().numpy().astype(np.float64)
+            m, v = (held[name].numpy().astype(np.float64) for name in ("exp_avg", "exp_avg_sq"))
+            error = w - bf16(w.astype(np.float32))
+            size = np.sqrt(v / (1 - 0.95 ** (number + 1))) + 1e-8
+            owed = (1 - 0.9 ** (number + 1)) / 1e-3 * (1 - 1 / 0.9) * size * error
+            held["exp_avg"].copy_(torch.from_numpy(ROUND[FP8]((m + owed).astype(np.float32))))
+            parameter.data.copy_(torch.from_numpy(bf16(w.astype(np.float32))))
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert np.allclose(a.detach(), b.detach(), rtol=2**-7, atol=1e-6)  # a float32 sum may tip a rounding
+        assert torch.isclose(optimizer.state[a]["exp_avg"], plain.state[b]["exp_avg"], rtol=0.07).float().mean() > 0.98
+    assert not len(measured(tmp_path, "update_error"))
+
+
+def test_moments_that_rounding_leaves_as_they_were_are_counted(tmp_path):
+    """Q(βm + (1 − β)g) = m, of torch's own steps with NumPy's rounding."""
+    state = {"exp_avg": "mxfp4", "exp_avg_sq": "bf16"}
+    model, other = build(), build()
+    options = {"lr": 1e-3, "betas": (0.98, 0.999)}
+    optimizer, plain = (torch.optim.AdamW(each.parameters(), **options) for each in (model, other))
+    train(tmp_path, state, model, optimizer)
+    stale = {name: [] for name in state}
+    for number in range(STEPS):
+        before = {(p, name): plain.state[p][name].numpy().copy() for p in plain.state for name in state}
+        steps(other, plain, range(number, number + 1))
+        for parameter, (name, spec) in itertools.product(other.parameters(), state.items()):
+            exact = plain.state[parameter][name].numpy().copy()
+            rounded = ROUND[spec](exact)
+            plain.state[parameter][name].copy_(torch.from_numpy(rounded))
+            if parameter.ndim == 2 and number:  # the first step creates the moments
+                old = before[parameter, name]
+                stale[name].append(((exact != old) & (rounded == old)).sum() / (exact != old).sum())
+    for name, expected in stale.items():
+        assert np.allclose(measured(tmp_path, f"stale_{name}").ravel(), expected, atol=1e-6)
+    assert np.max(stale["exp_avg"]) > 0.1
+
+
+def test_only_adam_has_a_moment_for_the_errors_of_weights(tmp_path):
+    model = build()
+    with pytest.raises(InstrumentError, match=r"weight_errors of 0\.weight: only of torch\.optim\.Adam"):
+        file = recipe(tmp_path, {"master_weight": "bf16"}, 'weight_errors = "momentum"\n')
+        with instrument(model, file):
+            steps(model, torch.optim.SGD(model.parameters(), lr=0.1), range(1))
 
 
 def test_noise_depends_on_seed_step_and_weight_alone(tmp_path):
