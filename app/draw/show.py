@@ -17,7 +17,7 @@ from pandas.io.formats.style import Styler
 
 from binade.app.draw import exports
 from binade.app.draw.components import component
-from binade.app.draw.figure import HEIGHT, Column, Drawn, Facts, Figure, Table
+from binade.app.draw.figure import HEIGHT, Column, Facts, Figure, Table
 from binade.app.draw.formatting import plain
 from binade.app.draw.style import CHOSEN, CLEARED, DRAGGED, MEASURES, ONLY
 from binade.app.draw.text_width import text_width
@@ -318,12 +318,6 @@ def facts(facts: Facts) -> None:
             text = number_text(value * measure.factor)
             shown = text if text == "–" else measure.with_unit(text)
             st.metric(measure.label, shown, help=measure.definition, width="content")
-
-
-def problems(drawn: Drawn) -> None:
-    """Say what cannot be drawn."""
-    for problem in drawn.problems:
-        st.info(plain(problem), icon=":material/block:")
 
 
 @contextmanager

@@ -50,10 +50,6 @@ class PublishedValue:
             raise ValueError(f"quantity is {self.quantity!r}: expected one of {', '.join(MEASURES)}")
 
     @property
-    def is_limit(self) -> bool:
-        return self.kind is ValueKind.LIMIT
-
-    @property
     def text(self) -> str:
         """The value with its unit: "0.003 nats"."""
         return MEASURES[self.quantity].quantity(self.value)

@@ -164,27 +164,18 @@ BOX_TITLES = {
 }
 
 
-def boxes(
-    table: pd.DataFrame,
-    subtitle: str,
-    by: str,
-    groups: list[str] | None = None,
-    log2: bool = False,
-    looks: style.Looks | None = None,
-) -> Chart:
-    """Chart of distributions.boxes: quartile box, whiskers at 0.1% and 99.9%, dots at the extremes. groups: as above.
-
-    log2: the table is of distributions.magnitudes.
-    """
-    groups, shown = groups or style.groups_of(table), style.groups_of(table)
+def boxes(table: pd.DataFrame, subtitle: str, by: str, log2: bool = False) -> Chart:
+    """Chart of distributions.boxes: quartile box, whiskers at 0.1% and 99.9%, dots at the extremes. log2: the table is
+    of distributions.magnitudes."""
+    groups = style.groups_of(table)
     both: plot.Look = {
-        "y": plot.names("group", shown, 320), "color": style.color(groups, by, shown=False, own=looks),
+        "y": plot.names("group", groups, 320), "color": style.color(groups, by, shown=False),
         "tips": {"group": by} | {name: (title, ".4~g") for name, title in BOX_TITLES.items()},
     }  # fmt: skip
     axis = style.binades("|value|") if log2 else {"tickCount": 8}
     title = "log₂ |value| (binades)" if log2 else "value"
     x = plot.x("p0_1", title, axis, zero=False, nice=False, padding=16)
-    size = 14 if len(shown) > 4 else 20
+    size = 14 if len(groups) > 4 else 20
     marks = (
         plot.mark("rule", table, x=x, x2="p99_9", strokeWidth=1.5, **both),
         plot.mark("bar", table, x="q1", x2="q3", size=size, opacity=0.4, **both),
