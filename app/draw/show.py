@@ -14,6 +14,7 @@ from typing import Any, Literal
 import pandas as pd
 import streamlit as st
 from pandas.io.formats.style import Styler
+from streamlit.delta_generator import DeltaGenerator
 
 from binade.app.draw import exports
 from binade.app.draw.components import component
@@ -325,14 +326,15 @@ def progress(what: str, asked: Hashable = None, after: float = 0.0) -> Iterator[
     """A progress bar for what may take over a second, updated by calls with (done, in all), with a stop button. asked:
     what is computed, if drawing the page starts the computation; `stopped` remembers it. after: seconds before it is
     shown."""
-    start, place, shown, at = time.monotonic(), None, 0, 0.0
+    start, shown, at = time.monotonic(), 0, 0.0
+    kept, place = st.empty(), None  # kept in any case: what comes after it stays the same element of the page
 
     def done(count: int, of: int) -> None:
         nonlocal place, shown, at
         now = time.monotonic()
         if now - start < after:
             return
-        place = place or _Progress(what, asked)
+        place = place or _Progress(kept, what, asked)
         percent = 100 * min(count, of) // max(of, 1)
         if percent != shown or now - at > LOOK:  # Streamlit handles clicks only while something is drawn
             shown, at = percent, now
@@ -344,16 +346,15 @@ def progress(what: str, asked: Hashable = None, after: float = 0.0) -> Iterator[
         yield done
     finally:
         if place:
-            place.container.empty()
+            kept.empty()
 
 
 class _Progress:
     """A progress bar with a stop button, in a place of its own."""
 
-    def __init__(self, what: str, asked: Hashable) -> None:
-        self.container = st.empty()
+    def __init__(self, place: DeltaGenerator, what: str, asked: Hashable) -> None:
         key = f"computing_{plain_name(what)}"  # over the page, so that nothing moves: app.css
-        with self.container.container(key=key, horizontal=True, vertical_alignment="bottom"):
+        with place.container(key=key, horizontal=True, vertical_alignment="bottom"):
             self.bar = st.progress(0.0, text=f"{what} …")
             # Any click ends the computation, because the page is drawn again.
             st.button("Stop", icon=":material/stop_circle:", key=f"stop_{what}", on_click=_stop, args=(what, asked))
