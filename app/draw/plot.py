@@ -229,7 +229,7 @@ def diagonal(low: float, high: float, **look: Any) -> alt.Chart:
     """The line on which x and y are equal."""
     ends = pd.DataFrame({"x": [low, high], "y": [low, high]})
     usual: Look = {"strokeDash": [4, 3], "color": style.GREY, "strokeWidth": 1.5}
-    return mark("line", ends, x="x", y="y", **usual | look)
+    return mark("line", ends, **{"x": "x", "y": "y"} | usual | look)
 
 
 def cells(table: pd.DataFrame, row: str, column: str, *, seams: bool = True, **more: Any) -> alt.Chart:
