@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import pandas as pd
 import streamlit as st
@@ -63,14 +63,13 @@ def draw(
     pin: bool = True,
     view: View | None = None,
     left: Figure | None = None,
-    below: Figure | None = None,
 ) -> Any:
     """Draw a figure with its note below and its exports.
 
     With pin, it can be pinned to the session if the page is a view that can be drawn again, and its marks can narrow
     the filter. view: what is pinned, if not the view that the page shows.
 
-    left, below: the figures next to it. A title of an axis that they have too is not repeated.
+    left: the figure next to it. A title of an axis that it has too is not repeated.
 
     If marks can be clicked, the field of the clicked one is returned, or None; on_choose is called with it before the
     page is drawn again, as is on_brush with the range that was dragged over. They are called with None for what the
@@ -80,7 +79,6 @@ def draw(
     on_page = figure.on_page
     heard = {CHOSEN: choose, DRAGGED: on_brush, CLEARED: on_brush}
     modes = [mode for mode in on_page.selections if heard.get(mode) or (mode.startswith(ONLY) and pin)]
-    beside: tuple[tuple[Literal["x", "y"], Figure | None], ...] = (("x", below), ("y", left))
     data = {
         "spec": on_page.spec,
         "tables": on_page.tables,
@@ -88,7 +86,7 @@ def draw(
         "alt": _alt(figure),
         "selections": modes,
         "marked": figure.marked if figure.marked is None else str(figure.marked),  # may be an interval
-        "hidden": [axis for axis, other in beside if other and figure.axis_title(axis) == other.axis_title(axis)],
+        "untitled": left is not None and figure.y_title == left.y_title,
         "caption": figure.caption_svg,
         "pin": pin and open_session.can_keep() and not read_only(),
         "table": False,

@@ -21,6 +21,7 @@ from altair.utils.data import to_values
 from binade import quant
 from binade.app.draw import style
 from binade.app.draw.figure import Figure
+from binade.app.questions.explore import charts as explore_charts
 from binade.app.questions.recipes import charts as recipe_charts
 from binade.app.questions.runs import charts as run_charts
 from binade.app.questions.shared import distribution_charts, distributions, event_marks, format_charts, laws
@@ -65,11 +66,8 @@ def loss_chart(table: pd.DataFrame) -> alt.TopLevelMixin:
 def all_charts(groups: list[str], by: str = "quant type") -> dict[str, alt.TopLevelMixin]:
     each = found(groups)
     return {
-        "linear": distribution_charts.histogram(
-            distributions.linear_histogram(each), "4 k values", by, groups, linear=True
-        ),
         "log2": distribution_charts.histogram(distributions.log2_histogram(each), "4 k values", by, groups),
-        "qq": distribution_charts.qq(laws.qq(each), "4 k values", by, groups),
+        "qq": distribution_charts.qq(laws.qq(each), "4 k values", by),
         "boxes": distribution_charts.boxes(distributions.boxes(each), "4 k values", by),
         "log2 boxes": distribution_charts.boxes(
             distributions.boxes([distributions.magnitudes(d) for d in each]), "4 k values", by, log2=True
@@ -158,10 +156,7 @@ def test_marks_are_few_for_wide_tensors():
     wide = torch.exp2(torch.linspace(-140, 126, 4000))
     each = [distributions.distribution_of(name, wide * (1 + i / 16)) for i, name in enumerate(TENSORS)]
     assert marks(spec(distribution_charts.histogram(distributions.log2_histogram(each), "x", "tensor"))) <= 5000
-    assert (
-        marks(spec(distribution_charts.histogram(distributions.linear_histogram(each), "x", "tensor", linear=True)))
-        <= 5000
-    )
+    assert marks(spec(explore_charts.histogram(distributions.linear_histogram(each), "x", "value", False))) <= 5000
     assert marks(spec(distribution_charts.qq(laws.qq(each), "x", "tensor"))) <= 5000
 
 
@@ -348,7 +343,7 @@ def test_losses_that_diverge(values):
 def test_a_single_value_can_be_drawn(value):
     each = [distributions.distribution_of("bf16", torch.full((5,), value).bfloat16())]
     linear = distributions.linear_histogram(each)
-    spec(distribution_charts.histogram(linear, "5 values", "quant type", linear=True))
+    spec(explore_charts.histogram(linear, "5 values", "value", False))
     spec(distribution_charts.boxes(distributions.boxes(each), "5 values", "quant type"))
 
 
