@@ -98,11 +98,6 @@ def scoped(opened: Catalog, where: Filter, apart: Collection[str] = (), scored: 
     return replace(where, iteration=(int(max(shared)),))
 
 
-def rounding(opened: Catalog, where: Filter) -> tuple[str, ...]:
-    """The runs of the filter that round operands."""
-    return tuple(opened.distinct(("run_id", "format"), where).dropna()["run_id"].unique())
-
-
 def scope_of(opened: Catalog, where: Filter) -> str:
     """What a scoped filter selects, as a subtitle says it: "mxfp4 · iteration 11"."""
     labels = labels_of(opened)
