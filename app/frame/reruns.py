@@ -80,19 +80,7 @@ def install(gone: Callable[[], object]) -> None:
 
     ScriptRunner._run_script = run_what_is_shown  # type: ignore[method-assign]
 
-    clear = ForwardMsgQueue.clear
-
-    def clear_and_keep_ends(
-        self: ForwardMsgQueue, retain_lifecycle_msgs: bool = False, fragment_ids_this_run: list[str] | None = None
-    ) -> None:
-        unsent = len(self._queue)
-        ends = [(each, each.script_finished) for each in self._queue if each.HasField("script_finished")]
-        clear(self, retain_lifecycle_msgs, fragment_ids_this_run)
-        if fragment_ids_this_run and len(self._queue) == unsent:
-            for message, status in ends:
-                message.script_finished = status
-
-    ForwardMsgQueue.clear = clear_and_keep_ends  # type: ignore[method-assign]
+    _keep_ends()
 
     store = MemorySessionStorage.save
 
@@ -129,6 +117,23 @@ def install(gone: Callable[[], object]) -> None:
                 del known[widget]
 
     SessionState._remove_stale_widgets = remove_with_callbacks  # type: ignore[method-assign]
+
+
+def _keep_ends() -> None:
+    """Let a fragment that follows another leave its end as it is, if all that it has drawn is sent."""
+    clear = ForwardMsgQueue.clear
+
+    def clear_and_keep_ends(
+        self: ForwardMsgQueue, retain_lifecycle_msgs: bool = False, fragment_ids_this_run: list[str] | None = None
+    ) -> None:
+        unsent = len(self._queue)
+        ends = [(each, each.script_finished) for each in self._queue if each.HasField("script_finished")]
+        clear(self, retain_lifecycle_msgs, fragment_ids_this_run)
+        if fragment_ids_this_run and len(self._queue) == unsent:
+            for message, status in ends:
+                message.script_finished = status
+
+    ForwardMsgQueue.clear = clear_and_keep_ends  # type: ignore[method-assign]
 
 
 def _leave_out_unreadable() -> None:
