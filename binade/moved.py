@@ -27,7 +27,7 @@ _ROOMS = {
     ),
     "data.exchange": "bundle export foreign read_tables untrusted python",
     "data.words": "fields names filter text",
-    "app.view": "params aliases budget",
+    "app.view": "params budget",
     "app.frame": (
         "address bar base_path first_scripts downloads fair_queue guard header one_address palette "
         "palette_view preloading reruns sharing state uploads users"

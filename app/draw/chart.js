@@ -149,7 +149,7 @@ export default function ({ data, parentElement, setTriggerValue }, server) {
     const root = parentElement.querySelector('.chart');
     if (!root.childElementCount) root.innerHTML = `<div class="plot"></div>${MENU}`;
     const plot = root.plot ??= new Plot(root, server);
-    for (const axis of ['x', 'y']) root.classList.toggle(`no-${axis}-title`, data.hidden.includes(axis));
+    root.classList.toggle('no-y-title', data.untitled);
     exportMenu(root, data, setTriggerValue);
     plot.show(data, (name, selected) => setTriggerValue('selected', { name, selected }));
     return () => plot.leave();

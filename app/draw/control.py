@@ -21,7 +21,7 @@ class Control:
     widget       the kind of widget for choosing one of several values
     row          controls of one row are shown side by side; width: its share of the row
     inline       whether it is placed among the figures of the answer; else it is placed above the answer
-    folded       whether it is hidden under “More options” until one of these differs from its default
+    folded       whether it is behind “More options” at the end of its row
     """
 
     name: str

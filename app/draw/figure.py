@@ -99,11 +99,12 @@ class Figure(_Item):
         title = self.chart.title
         return str(title.text) if isinstance(title, alt.TitleParams) else ""
 
-    def axis_title(self, channel: Literal["x", "y"]) -> str:
-        """The title of an axis; "" if it has none, and for a chart of several plots."""
+    @property
+    def y_title(self) -> str:
+        """The title of the y axis; "" if it has none, and for a chart of several plots."""
         titles = [
             (encoding.get("axis") or {}).get("title", encoding.get("title"))
-            for encoding in numbers.encodings(json.loads(self.on_page.spec), channel)
+            for encoding in numbers.encodings(json.loads(self.on_page.spec), "y")
         ]
         return next(filter(None, titles), "")
 

@@ -97,18 +97,11 @@ def names(
     return place.sort(None if order is None else list(order))
 
 
-def named(
-    column: str,
-    looks: Mapping[Any, str],
-    legend: Any = alt.Undefined,
-    channel: Literal["color", "fill", "shape"] = "color",
-) -> Any:
-    """The colors of names, or their shapes. legend: None for no legend, that of `style.legend`, or properties of
-    Vega-Lite's; a shape is in the legend of the color. fill: of areas behind marks that have colors of their own."""
-    kind = {"color": alt.Color, "fill": alt.Fill, "shape": alt.Shape}[channel]
+def named(column: str, looks: Mapping[Any, str], legend: Any = alt.Undefined) -> alt.Color:
+    """The colors of names. legend: None for no legend, that of `style.legend`, or properties of Vega-Lite's."""
     scale = alt.Scale(domain=[*looks], range=[*looks.values()])
     legend = alt.Legend(**legend) if isinstance(legend, dict) else legend
-    return kind(column if ":" in column else f"{column}:N", scale=scale, legend=legend)
+    return alt.Color(column if ":" in column else f"{column}:N", scale=scale, legend=legend)
 
 
 ABOVE = {"title": None, "orient": "top", "offset": 0}  # a legend between title and plot
@@ -229,7 +222,7 @@ def diagonal(low: float, high: float, **look: Any) -> alt.Chart:
     """The line on which x and y are equal."""
     ends = pd.DataFrame({"x": [low, high], "y": [low, high]})
     usual: Look = {"strokeDash": [4, 3], "color": style.GREY, "strokeWidth": 1.5}
-    return mark("line", ends, x="x", y="y", **usual | look)
+    return mark("line", ends, **{"x": "x", "y": "y"} | usual | look)
 
 
 def cells(table: pd.DataFrame, row: str, column: str, *, seams: bool = True, **more: Any) -> alt.Chart:

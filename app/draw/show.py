@@ -9,15 +9,16 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import pandas as pd
 import streamlit as st
 from pandas.io.formats.style import Styler
+from streamlit.delta_generator import DeltaGenerator
 
 from binade.app.draw import exports
 from binade.app.draw.components import component
-from binade.app.draw.figure import HEIGHT, Column, Drawn, Facts, Figure, Table
+from binade.app.draw.figure import HEIGHT, Column, Facts, Figure, Table
 from binade.app.draw.formatting import plain
 from binade.app.draw.style import CHOSEN, CLEARED, DRAGGED, MEASURES, ONLY
 from binade.app.draw.text_width import text_width
@@ -62,14 +63,13 @@ def draw(
     pin: bool = True,
     view: View | None = None,
     left: Figure | None = None,
-    below: Figure | None = None,
 ) -> Any:
     """Draw a figure with its note below and its exports.
 
     With pin, it can be pinned to the session if the page is a view that can be drawn again, and its marks can narrow
     the filter. view: what is pinned, if not the view that the page shows.
 
-    left, below: the figures next to it. A title of an axis that they have too is not repeated.
+    left: the figure next to it. A title of an axis that it has too is not repeated.
 
     If marks can be clicked, the field of the clicked one is returned, or None; on_choose is called with it before the
     page is drawn again, as is on_brush with the range that was dragged over. They are called with None for what the
@@ -79,7 +79,6 @@ def draw(
     on_page = figure.on_page
     heard = {CHOSEN: choose, DRAGGED: on_brush, CLEARED: on_brush}
     modes = [mode for mode in on_page.selections if heard.get(mode) or (mode.startswith(ONLY) and pin)]
-    beside: tuple[tuple[Literal["x", "y"], Figure | None], ...] = (("x", below), ("y", left))
     data = {
         "spec": on_page.spec,
         "tables": on_page.tables,
@@ -87,7 +86,7 @@ def draw(
         "alt": _alt(figure),
         "selections": modes,
         "marked": figure.marked if figure.marked is None else str(figure.marked),  # may be an interval
-        "hidden": [axis for axis, other in beside if other and figure.axis_title(axis) == other.axis_title(axis)],
+        "untitled": left is not None and figure.y_title == left.y_title,
         "caption": figure.caption_svg,
         "pin": pin and open_session.can_keep() and not read_only(),
         "table": False,
@@ -320,25 +319,20 @@ def facts(facts: Facts) -> None:
             st.metric(measure.label, shown, help=measure.definition, width="content")
 
 
-def problems(drawn: Drawn) -> None:
-    """Say what cannot be drawn."""
-    for problem in drawn.problems:
-        st.info(plain(problem), icon=":material/block:")
-
-
 @contextmanager
 def progress(what: str, asked: Hashable = None, after: float = 0.0) -> Iterator[Done]:
     """A progress bar for what may take over a second, updated by calls with (done, in all), with a stop button. asked:
     what is computed, if drawing the page starts the computation; `stopped` remembers it. after: seconds before it is
     shown."""
-    start, place, shown, at = time.monotonic(), None, 0, 0.0
+    start, shown, at = time.monotonic(), 0, 0.0
+    kept, place = st.empty(), None  # kept in any case: what comes after it stays the same element of the page
 
     def done(count: int, of: int) -> None:
         nonlocal place, shown, at
         now = time.monotonic()
         if now - start < after:
             return
-        place = place or _Progress(what, asked)
+        place = place or _Progress(kept, what, asked)
         percent = 100 * min(count, of) // max(of, 1)
         if percent != shown or now - at > LOOK:  # Streamlit handles clicks only while something is drawn
             shown, at = percent, now
@@ -350,16 +344,15 @@ def progress(what: str, asked: Hashable = None, after: float = 0.0) -> Iterator[
         yield done
     finally:
         if place:
-            place.container.empty()
+            kept.empty()
 
 
 class _Progress:
     """A progress bar with a stop button, in a place of its own."""
 
-    def __init__(self, what: str, asked: Hashable) -> None:
-        self.container = st.empty()
+    def __init__(self, place: DeltaGenerator, what: str, asked: Hashable) -> None:
         key = f"computing_{plain_name(what)}"  # over the page, so that nothing moves: app.css
-        with self.container.container(key=key, horizontal=True, vertical_alignment="bottom"):
+        with place.container(key=key, horizontal=True, vertical_alignment="bottom"):
             self.bar = st.progress(0.0, text=f"{what} …")
             # Any click ends the computation, because the page is drawn again.
             st.button("Stop", icon=":material/stop_circle:", key=f"stop_{what}", on_click=_stop, args=(what, asked))

@@ -176,7 +176,6 @@ WIDEST = 8  # pixels of a letter of a long name
 DIRECT = 8  # lines that are labelled at their ends
 EARLY = 0.95  # of the width: a line that ends before has its name at its own end
 LABEL = 14  # pixels between two such labels
-LABEL_WIDTH, LABEL_HEIGHT = 0.3, 0.08  # of a point, as shares of the plot of a chart that is next to another
 
 
 def power_of_two(exponent: float) -> str:
@@ -292,26 +291,22 @@ def only(*fields: str, chart: str = "") -> alt.Parameter:
     )
 
 
-def labelled(
-    lines: alt.Chart, groups: Sequence[Any], titles: Mapping[Any, str] | None = None
-) -> alt.Chart | alt.LayerChart:
+def labelled(lines: alt.Chart, groups: Sequence[str]) -> alt.Chart | alt.LayerChart:
     """The lines of the groups with their names at their ends in place of a legend, if they are few and the names short.
-    titles: the names, by group.
 
     A stroke with the color and the dash of its line leads to each name. Where ends nearly coincide, the names move
     apart. A line that ends before EARLY of the width has its name there, and no stroke: it would look like more of the
     line. Positions in pixels are known only where the chart is drawn, hence Vega's expressions."""
-    titles = titles or dict(zip(groups, groups, strict=True))
     x, y, group = (str(getattr(lines.encoding, name).shorthand).partition(":")[0] for name in ("x", "y", "color"))
     known = lines.data[np.isfinite(lines.data[y].astype(float))].sort_values(x, kind="stable")
     ends = known.groupby(group).tail(1).sort_values(y, ascending=False, kind="stable")
-    if not 2 <= len(ends) <= DIRECT or len(ends) < len(groups) or max(map(len, titles.values())) > BESIDE:
+    if not 2 <= len(ends) <= DIRECT or len(ends) < len(groups) or max(map(len, groups)) > BESIDE:
         return lines
     lines = lines.copy()
     for channel in (lines.encoding.color, lines.encoding.strokeDash):
         if channel is not alt.Undefined:
             channel.legend = None
-    ends = ends[[x, y, group]].assign(name=ends[group].map(titles))
+    ends = ends[[x, y, group]].assign(name=ends[group])
     early = ends[x] < known[x].min() + EARLY * (known[x].max() - known[x].min())
     stopped, ends = ends[early], ends[~early].assign(place=range(int((~early).sum())))
     shift = _apart([float(value) for value in ends[y]])
@@ -343,38 +338,6 @@ def labelled(
         look = {"x": lines.encoding.x, "y": lines.encoding.y, "color": lines.encoding.color}
         layers.append(at_end.encode(**look, text=alt.Text("name:N")))
     return alt.LayerChart(layer=layers, title=title)
-
-
-def named_points(
-    points: pd.DataFrame, x: str, y: str, x_ends: tuple[float, float], y_ends: tuple[float, float]
-) -> pd.DataFrame:
-    """The points that have room for a name, chosen in the order of the rows, with the column side: the name is to the
-    "right" of the point or to the "left", where it covers no other name, no point and no axis. x_ends, y_ends: of the
-    axes. For marks of `NAME`."""
-    low, high = np.transpose([x_ends, y_ends])
-    place = (points[[x, y]].to_numpy(float) - low) / np.where(high > low, high - low, 1.0)
-    size = np.array([LABEL_WIDTH, LABEL_HEIGHT])
-    chosen: dict[int, str] = {}
-    names: list[np.ndarray] = []  # lower left corners
-    for index, at in enumerate(place):
-        others = np.delete(place, index, axis=0)
-        for side, corner in (("right", at), ("left", at - (LABEL_WIDTH, 0.0))):
-            inside = ((others > corner - (0.0, size[1] / 4)) & (others < corner + size)).all(1).any()
-            clear = all((np.abs(corner - name) >= size).any() for name in names)
-            if not inside and clear and (side == "right" or corner[0] >= 0):
-                chosen[index] = side
-                names.append(corner)
-                break
-    return points.iloc[[*chosen]].assign(side=[*chosen.values()])
-
-
-NAME: dict[str, Any] = {
-    "align": alt.ExprRef("datum.side == 'left' ? 'right' : 'left'"),
-    "dx": alt.ExprRef("datum.side == 'left' ? -8 : 8"),
-    "dy": -7,
-    "fontSize": 11,
-    "color": GREY,
-}
 
 
 def _apart(values: list[float]) -> alt.ExprRef:

@@ -131,8 +131,8 @@ def go(view: View) -> NoReturn:
     st.switch_page(st.session_state["pages"][view.page], query_params=_address(view) | {GO: view.page})
 
 
-def link(view: View, label: str, icon: str | None = None, help: str | None = None, **options: Any) -> None:
+def link(view: View, label: str, icon: str | None = None, **options: Any) -> None:
     """A link to a view. Within a page it is marked as well: Streamlit shows the address only if the app changes it."""
     page, now = st.session_state["pages"][view.page], shown()
     query = _address(view) | ({GO: view.page} if now and now.page == view.page else {})
-    st.page_link(page, label=label, icon=icon, help=help, query_params=query, **options)
+    st.page_link(page, label=label, icon=icon, query_params=query, **options)

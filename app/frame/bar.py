@@ -61,7 +61,9 @@ def bar(catalog: Catalog, view: View, reading: Reading) -> None:
             _versus(catalog, reading)
         always = CHIPS if view.page == "explore" else ()
         _chips(catalog, where, everything, always)
-    if field := st.session_state.get(OPEN):
+    if not (field := st.session_state.get(OPEN)):
+        st.empty()  # in place of the list: a browser may miss that a fragment has ended without it
+    else:
         with st.container(key="chip_values", horizontal=True, vertical_alignment="center", gap="small"):
             if field == MORE:
                 _fields(where, everything, always)

@@ -11,7 +11,7 @@ import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
 
 from binade.app.draw.formatting import plain
-from binade.app.frame import address, header
+from binade.app.frame import address, header, rooms
 from binade.app.frame.bar import bar, explain_nothing, selects
 from binade.app.frame.state import (
     SYNC_SECONDS,
@@ -55,8 +55,6 @@ def opens(name: str) -> Callable[[], None]:
 
 def _show(name: str) -> None:
     page, view = PAGES[name], address.current(name)
-    if view.page != name:  # an address of an earlier version
-        address.go(view)
     st.session_state[address.VIEW] = view  # also if the part is refused
     place = header.links(view)
     open_session.notices()
@@ -65,11 +63,11 @@ def _show(name: str) -> None:
     part = page.parts.get(view.part)
     st.title(page.title if part is None else f"{page.title} › {part.room_title}", anchor=False)
     if part is None:
-        _parts(name, view)
+        rooms.show(view)
         st.error(plain(f"{page.title} has no part {view.part[:40]!r}."), icon=":material/link_off:")
         return
     if part.writes and read_only():
-        _parts(name, view)
+        rooms.show(view)
         st.info(plain(f"{part.title} is off: {reason()}."), icon=":material/lock:")
         return
     try:
@@ -81,7 +79,7 @@ def _show(name: str) -> None:
 
 
 def _show_part(part: PagePart, view: View, opened: Catalog) -> None:
-    name, module = view.page, import_module(part.layout)
+    module = import_module(part.layout)
     start = time.monotonic()
     shows = "progress" if part.empty and part.question else "version"
     before = getattr(opened, shows)
@@ -97,7 +95,7 @@ def _show_part(part: PagePart, view: View, opened: Catalog) -> None:
     _warn(unknown)
     explain_refused(opened)
     if reading is None:
-        _parts(name, view)
+        rooms.show(view)
         explain_empty(opened)
         tell(opened)
         redraw_on_change(opened, shows, before, start)
@@ -106,7 +104,8 @@ def _show_part(part: PagePart, view: View, opened: Catalog) -> None:
         if recorded:
             bar(opened, view, reading)
         scope = st.empty()  # filled once the answer is known, which says what it used
-        _parts(name, view)
+        if reading.gone or not getattr(module, "SHOWS_ROOMS", False):
+            rooms.show(view)
         if reading.gone:
             _explain_gone(view, reading.problems)
         elif not (part.question.of_fields or part.empty or selects(opened, reading.where)):
@@ -117,7 +116,7 @@ def _show_part(part: PagePart, view: View, opened: Catalog) -> None:
                 scope.caption("&nbsp;")  # its line, so that nothing moves once the answer says it
             _say(scope, module.show(opened, view, reading))
     else:
-        _parts(name, view)
+        rooms.show(view)
         _warn(read(part.params(opened), view.params)[1])  # a tool has no filter
         module.show(opened, view, reading)
     tell(opened)
@@ -130,25 +129,6 @@ def _say(place: DeltaGenerator, scope: Scope | None) -> None:
         place.caption(plain(scope.sentence))
     else:
         place.empty()
-
-
-def _parts(name: str, view: View) -> None:
-    """The rooms of a page, side by side."""
-    parts = [part for part in PAGES[name].parts.values() if not (part.writes and read_only())]
-    titles = {part.room_name: part.room_title for part in parts}
-    room = next((part.room_name for part in parts if part.name == view.part), None)
-    if len(titles) < 2 or (name == "map" and room == PAGES[name].first):  # the map links to its other room itself
-        return
-    st.session_state["page_part"] = room
-    st.segmented_control(
-        "Part of the page", list(titles), key="page_part", required=True, format_func=lambda part: titles[part],
-        on_change=_open_part, args=(name, view), label_visibility="collapsed",
-    )  # fmt: skip
-
-
-def _open_part(name: str, view: View) -> None:
-    if part := st.session_state["page_part"]:
-        address.write(address.opened(view, name, part))
 
 
 def _warn(problems: Iterable[str]) -> None:

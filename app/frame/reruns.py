@@ -1,10 +1,14 @@
 """Changes to Streamlit's sessions: they leave out values that a page's widgets cannot have sent, keep what a page's run
-has drawn when an automatic rerun overtakes its end, say whose session a thread draws for, ignore the reruns of a page
+has drawn when another rerun overtakes its end, say whose session a thread draws for, ignore the reruns of a page
 that was left, forget the widgets of earlier pages, and are removed when nobody can return to them.
 
 Streamlit's `AppSession` answers a rerun of a fragment with a new ScriptRunner if the last one has ended, and ignores
 what the last one has sent but the event loop has not yet handled. On a busy server, the page's last elements and the
 message that it is complete are lost: the page then stays half drawn until something else draws it.
+
+When a fragment begins, Streamlit marks the end of the one before it as early if the browser has not been sent it yet.
+The browser then keeps what that fragment no longer draws: a list that was closed by a click stayed open when the charts
+asked for their curves at that moment. The mark is taken back where all that the fragment has drawn is still sent.
 
 A rerun of a fragment can arrive while the page that follows is drawn. Streamlit runs it afterwards, does not find the
 fragment, but tells the browser that the page which was left is shown again: the browser empties the page, and the next
@@ -31,6 +35,7 @@ from streamlit.components.v2.bidi_component.constants import EVENT_DELIM
 from streamlit.errors import StreamlitAPIException
 from streamlit.proto.WidgetStates_pb2 import WidgetState, WidgetStates
 from streamlit.runtime.app_session import AppSession, AppSessionState
+from streamlit.runtime.forward_msg_queue import ForwardMsgQueue
 from streamlit.runtime.memory_session_storage import MemorySessionStorage
 from streamlit.runtime.scriptrunner.script_runner import ScriptRunner
 from streamlit.runtime.scriptrunner_utils.script_requests import RerunData
@@ -49,9 +54,9 @@ NUMBERS = {"int_value", "double_value"}
 
 
 def install(gone: Callable[[], object]) -> None:
-    """Let sessions wait until the last run's messages are handled before they run a fragment, begin no rerun of
-    fragments that are gone, forget the widgets that they no longer show, and remove stored ones in time. gone: called
-    when one was removed, on the event loop."""
+    """Let sessions wait until the last run's messages are handled before they run a fragment, keep its end where the
+    next one only follows it, begin no rerun of fragments that are gone, forget the widgets that they no longer show,
+    and remove stored ones in time. gone: called when one was removed, on the event loop."""
     create = AppSession._create_scriptrunner
 
     def create_after_the_last(self: AppSession, initial_rerun_data: RerunData) -> None:
@@ -74,6 +79,8 @@ def install(gone: Callable[[], object]) -> None:
             run_script(self, rerun_data)
 
     ScriptRunner._run_script = run_what_is_shown  # type: ignore[method-assign]
+
+    _keep_ends()
 
     store = MemorySessionStorage.save
 
@@ -110,6 +117,23 @@ def install(gone: Callable[[], object]) -> None:
                 del known[widget]
 
     SessionState._remove_stale_widgets = remove_with_callbacks  # type: ignore[method-assign]
+
+
+def _keep_ends() -> None:
+    """Let a fragment that follows another leave its end as it is, if all that it has drawn is sent."""
+    clear = ForwardMsgQueue.clear
+
+    def clear_and_keep_ends(
+        self: ForwardMsgQueue, retain_lifecycle_msgs: bool = False, fragment_ids_this_run: list[str] | None = None
+    ) -> None:
+        unsent = len(self._queue)
+        ends = [(each, each.script_finished) for each in self._queue if each.HasField("script_finished")]
+        clear(self, retain_lifecycle_msgs, fragment_ids_this_run)
+        if fragment_ids_this_run and len(self._queue) == unsent:
+            for message, status in ends:
+                message.script_finished = status
+
+    ForwardMsgQueue.clear = clear_and_keep_ends  # type: ignore[method-assign]
 
 
 def _leave_out_unreadable() -> None:

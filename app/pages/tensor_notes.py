@@ -26,8 +26,7 @@ def show_notes(row: pd.Series, config: str) -> None:
     if not sentences:
         return
     imported = pd.notna(row["path"]) and str(row["path"]).startswith("/")
-    title = "Log entries and corrections" if imported else "About this tensor"
-    with st.popover(title, icon=":material/description:", width="content"):
+    with st.popover("About this tensor", icon=":material/description:", width="content"):
         if imported:
             _words(row)
         st.text("\n".join(one_line(sentence, LONGEST) for sentence in sentences))

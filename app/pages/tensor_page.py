@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pandas as pd
 import streamlit as st
 
-from binade.app.frame import address
+from binade.app.frame import address, rooms
 from binade.app.frame.bar import offer_to_clear
 from binade.app.pages.tensor_notes import show_notes
 from binade.app.questions import layout
@@ -17,6 +17,8 @@ from binade.app.questions.shared.selection import MOST_LISTED, listed
 from binade.app.view.view import LARGE, Reading, View
 from binade.data.index.catalog import Catalog
 
+SHOWS_ROOMS = True  # in one row with the tensor, so that the answer begins high on the page
+
 
 def show(opened: Catalog, view: View, reading: Reading) -> Scope | None:
     where, tensor_id = reading.where, reading.values["tensor"]
@@ -24,7 +26,8 @@ def show(opened: Catalog, view: View, reading: Reading) -> Scope | None:
     row = opened.rows_of([tensor_id]).iloc[0]
     gemms = gemms_of(opened, row) if "gemm" in reading.values else ()
     st.session_state["tensor"] = tensor_id
-    with st.container(horizontal=True, vertical_alignment="center", gap="small"):
+    with st.container(key="tensor_row", horizontal=True, vertical_alignment="center", gap="small"):
+        rooms.show(view)
         st.selectbox(
             "Tensor", list(labels), key="tensor", format_func=lambda name: labels.get(name, name), on_change=_choose,
             filter_mode="contains", label_visibility="collapsed",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from itertools import groupby
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import streamlit as st
 from streamlit.delta_generator import DeltaGenerator
@@ -26,6 +27,7 @@ from binade.data.index.catalog import Catalog
 from binade.data.words.filter import Filter
 
 MOMENT = 0.5  # seconds that an answer may take before its progress is shown
+MORE = 0.9  # width of the button of folded controls, as a share of a row
 AROUND = 8  # pixels of a chart beside its picture
 T = TypeVar("T")
 
@@ -64,11 +66,13 @@ def _show_room(opened: Catalog, view: View, reading: Reading) -> Scope | None:
     if first.choice:
         titles = {question.view: question.title for question in (first, *others)}
         st.session_state["room"] = view.part
-        st.segmented_control(
-            first.choice, list(titles), key="room", required=True, format_func=lambda name: titles[name],
-            on_change=lambda: address.change(view=st.session_state["room"]),
-        )  # fmt: skip
-        return show_question(opened, view, reading)
+        with st.container(key="choice", horizontal=True, vertical_alignment="top", gap="medium"):
+            st.segmented_control(
+                first.choice, list(titles), key="room", required=True, format_func=lambda name: titles[name],
+                on_change=lambda: address.change(view=st.session_state["room"]), width="content",
+            )  # fmt: skip
+            beside = st.container()
+        return show_question(opened, view, reading, beside)
     above = first_of(opened, view, reading)
     scope = show_question(opened, above.view, above)
     return show_sections(opened, view, reading) or scope
@@ -109,20 +113,15 @@ def _fold(key: str, view: str, first: str) -> None:
     address.change(view=view if st.session_state[key] else first)
 
 
-def show_question(opened: Catalog, view: View, reading: Reading) -> Scope | None:
-    """Show the controls and the answer of a view. Returns what the answer was computed from."""
+def show_question(opened: Catalog, view: View, reading: Reading, above: DeltaGenerator | None = None) -> Scope | None:
+    """Show the controls and the answer of a view. Returns what the answer was computed from. above: where the controls
+    are, if not above the answer."""
     question = reading.question
     assert question
     selected = selected_of(opened, reading)
     if not isinstance(selected, Drawn):
-        controls = question.controls_of(selected, reading.values)
-        show_controls((control for control in controls if not control.folded), reading.values, gap="large")
-        if folded := [control for control in controls if control.folded]:
-            used = any(reading.values[control.name] != control.param_in(opened).default for control in folded)
-            key = f"more_options_of_{question.view}"
-            st.session_state[key] = st.session_state.get(key, False) or used  # one that was used stays open
-            with st.expander("More options", expanded=st.session_state[key]):
-                show_controls(folded, reading.values)
+        with above or nullcontext():
+            show_controls(question.controls_of(selected, reading.values), reading.values)
     drawn = drawn_of(opened, reading)
     if drawn is None:
         return None
@@ -152,16 +151,20 @@ def selected_of(opened: Catalog, reading: Reading) -> Any:
     return select(reading.question.of, opened, reading.where, reading.values)
 
 
-def show_controls(
-    controls: Iterable[Control], values: Mapping[str, Any], gap: Literal["small", "large"] = "small"
-) -> None:
-    """Show controls with their values, those of one row side by side."""
+def show_controls(controls: Iterable[Control], values: Mapping[str, Any]) -> None:
+    """Show controls with their values, those of one row side by side. Folded ones are behind a button at its end."""
     for _, row in groupby(controls, key=lambda control: control.row or control.name):
         together = list(row)
-        columns = st.columns([control.width for control in together], gap=gap if len(together) < 3 else "small")
-        for cell, control in zip(columns, together, strict=True):
+        shown = [control for control in together if not control.folded]
+        folded = together[len(shown) :]
+        columns = st.columns([*(control.width for control in shown), *[MORE] * bool(folded)], gap="small")
+        for cell, control in zip(columns, shown, strict=False):
             with cell:
                 show_control(control, values[control.name])
+        if folded:
+            with columns[-1], st.container(key="more_options"), st.popover("More options", width="stretch"):
+                for control in folded:
+                    show_control(control, values[control.name])
 
 
 def show_control(control: Control, value: Any, **more: Any) -> None:

@@ -37,11 +37,6 @@ QUESTIONS: tuple[Question, ...] = (
 )
 
 
-def views_of(page: str) -> dict[str, Question]:
-    """The questions that a page answers, by the name of the view."""
-    return {question.view: question for question in QUESTIONS if question.page == page}
-
-
 def describe() -> str:
     """The questions as a Markdown table, for the docs."""
     rows = [(question.text, question.place, f"`{question.name}`", question.help) for question in QUESTIONS]

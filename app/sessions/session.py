@@ -16,7 +16,6 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from binade.app.view.aliases import set_current
 from binade.app.view.view import View
 from binade.data.exchange import untrusted
 from binade.data.exchange.untrusted import LINE, LINES, Record, RefusedError, at_most
@@ -49,9 +48,6 @@ class Pin(View):
 
     chart: Annotated[str, Field(max_length=100, pattern="^[a-z0-9_]*$")] = ""
     caption: Annotated[str, Field(max_length=LONGEST_CAPTION), LINES] = ""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "chart", set_current(self, self.chart))
 
     @property
     def uncaptioned(self) -> Pin:

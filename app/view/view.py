@@ -23,7 +23,6 @@ from binade.app.questions.question import Question
 from binade.app.questions.shared.runs import occurring
 from binade.app.questions.shared.scope import Scope, default_format
 from binade.app.questions.shared.selection import Of, format_used, select, worst
-from binade.app.view.aliases import set_current
 from binade.app.view.budget import BudgetError
 from binade.app.view.params import (
     TITLES,
@@ -144,9 +143,6 @@ class View(Record):
 
     page: Page
     params: TextsByName = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        set_current(self)
 
     @property
     def part(self) -> str:

@@ -138,9 +138,9 @@ def _estimate(
     return Estimate(measure, value, value - margin, value + margin, n, of, how, error, p, degrees)
 
 
-def exact(measure: Measure, value: float, n: int = 1, of: str = "tensors") -> Estimate:
+def exact(measure: Measure, value: float) -> Estimate:
     """A value that is known exactly: of one tensor, or a count's share."""
-    return Estimate(measure, float(value), float(value), float(value), n, of)
+    return Estimate(measure, float(value), float(value), float(value), 1, "tensors")
 
 
 def spread(measure: Measure, row: Mapping[Any, Any], of: str = "tensors") -> Estimate:
@@ -311,13 +311,12 @@ def leaders(items: Sequence[Named], *, lowest: bool) -> list[Named]:
     return [item for item in ordered if not apart(item[1])]
 
 
-def extreme(items: Sequence[Named], what: str, *, lowest: bool, first: Sequence[Named] | None = None) -> Sentence:
+def extreme(items: Sequence[Named], what: str, *, lowest: bool) -> Sentence:
     """ "Lowest SQNR in mxfp4: L1 fc1 input, 16.9 dB; highest: L2 fc2 input, 20.1 dB." What cannot be told from the
     extreme, or was measured whole and is equal to it, is named with it; if that is everything, or there is only one
-    item, no extreme is named. The other end is named if all were measured whole. what: "SQNR in mxfp4". first: the
-    `leaders`, if they were found in another way."""
+    item, no extreme is named. The other end is named if all were measured whole. what: "SQNR in mxfp4"."""
     items = [item for item in items if not math.isnan(item[1].value)]
-    first = leaders(items, lowest=lowest) if first is None else first
+    first = leaders(items, lowest=lowest)
     if not first:
         return Sentence()
     title = f"{what[:1].upper()}{what[1:]}"

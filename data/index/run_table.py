@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -147,12 +147,6 @@ def _group_names(table: pd.DataFrame, configs: Sequence[Mapping[str, Any]]) -> p
 def has_reference(table: pd.DataFrame) -> pd.Series:
     """Whether each run has a bf16 run. table: of `runs_with_references`."""
     return table["references"].map(bool).astype(bool)
-
-
-def compared_to_any(table: pd.DataFrame, run_ids: Collection[str]) -> pd.Series:
-    """Which quantized runs may be compared with one of these as their bf16 run."""
-    chosen = set(run_ids)
-    return table["quantized"] & table["references"].map(lambda ids: not chosen.isdisjoint(ids)).astype(bool)
 
 
 def references_in(table: pd.DataFrame) -> list[str]:

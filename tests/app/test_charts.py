@@ -21,11 +21,14 @@ from altair.utils.data import to_values
 from binade import quant
 from binade.app.draw import style
 from binade.app.draw.figure import Figure
+from binade.app.questions.explore import charts as explore_charts
 from binade.app.questions.recipes import charts as recipe_charts
-from binade.app.questions.shared import distribution_charts, distributions, event_marks, format_charts, laws, loss_chart
+from binade.app.questions.runs import charts as run_charts
+from binade.app.questions.shared import distribution_charts, distributions, event_marks, format_charts, laws
 from binade.app.questions.shared.distribution_charts import _outline as outline
 from binade.app.view.view import View
 from binade.collector.recipes.recipe import TEN_RECIPES
+from binade.data.compare.same_data import NATS
 from binade.data.index.catalog import Catalog
 from binade.data.run.directory import RunWriter
 from binade.data.run.events import Event, EventKind, append_event
@@ -53,22 +56,24 @@ def comparison(**columns: list[float]) -> pd.DataFrame:
 
 
 def losses(groups: list[str]) -> pd.DataFrame:
-    return pd.DataFrame([{"group": g, "iteration": i, "loss": 5.0 - i} for g in groups for i in range(-2, 3)])
+    table = pd.DataFrame([{"group": g, "iteration": i, "loss": 5.0 - i} for g in groups for i in range(-2, 3)])
+    return table.assign(low=math.nan, high=math.nan)
+
+
+def loss_chart(table: pd.DataFrame) -> alt.TopLevelMixin:
+    return run_charts.losses(table, {}, pd.DataFrame(), NATS, logarithmic=False)
 
 
 def all_charts(groups: list[str], by: str = "quant type") -> dict[str, alt.TopLevelMixin]:
     each = found(groups)
     return {
-        "linear": distribution_charts.histogram(
-            distributions.linear_histogram(each), "4 k values", by, groups, linear=True
-        ),
         "log2": distribution_charts.histogram(distributions.log2_histogram(each), "4 k values", by, groups),
-        "qq": distribution_charts.qq(laws.qq(each), "4 k values", by, groups),
-        "boxes": distribution_charts.boxes(distributions.boxes(each), "4 k values", by, groups),
+        "qq": distribution_charts.qq(laws.qq(each), "4 k values", by),
+        "boxes": distribution_charts.boxes(distributions.boxes(each), "4 k values", by),
         "log2 boxes": distribution_charts.boxes(
-            distributions.boxes([distributions.magnitudes(d) for d in each]), "4 k values", by, groups, log2=True
+            distributions.boxes([distributions.magnitudes(d) for d in each]), "4 k values", by, log2=True
         ),
-        "losses": loss_chart.losses(losses(groups)),
+        "losses": loss_chart(losses(groups).assign(low=1.0, high=9.0)),
     }
 
 
@@ -152,10 +157,7 @@ def test_marks_are_few_for_wide_tensors():
     wide = torch.exp2(torch.linspace(-140, 126, 4000))
     each = [distributions.distribution_of(name, wide * (1 + i / 16)) for i, name in enumerate(TENSORS)]
     assert marks(spec(distribution_charts.histogram(distributions.log2_histogram(each), "x", "tensor"))) <= 5000
-    assert (
-        marks(spec(distribution_charts.histogram(distributions.linear_histogram(each), "x", "tensor", linear=True)))
-        <= 5000
-    )
+    assert marks(spec(explore_charts.histogram(distributions.linear_histogram(each), "x", "value", False))) <= 5000
     assert marks(spec(distribution_charts.qq(laws.qq(each), "x", "tensor"))) <= 5000
 
 
@@ -192,7 +194,7 @@ def test_events_are_rules_at_their_iterations(tmp_path):
         append_event(run.directory, Event(kind, iteration, "dgrad is left", "t"))
     with Catalog.open(tmp_path) as opened:
         events = event_marks.marked_events(opened, {"mxfp8": run.run_id, "none": "missing"})
-    made = spec(event_marks.marked(loss_chart.losses(losses(["mxfp8", "none"])), events))
+    made = spec(event_marks.marked(loss_chart(losses(["mxfp8", "none"])), events))
     (drawn,) = [values for values in made["datasets"].values() if "kind" in values[0]]
     assert [(row["iteration"], row["kind"], row["group"]) for row in drawn] == [
         (1, "trigger", "mxfp8"), (2, "non-finite", "mxfp8"),
@@ -203,12 +205,11 @@ def test_events_are_rules_at_their_iterations(tmp_path):
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("above", [True, False])
 @pytest.mark.parametrize("groups", [1, 2, 9])
-def test_vega_draws_losses_with_events(groups: int, above: bool):
+def test_vega_draws_losses_with_events(groups: int):
     names = [f"run {index}" for index in range(groups)]
     events = pd.DataFrame({"group": names, "iteration": 1, "kind": "trigger", "text": "low"})
-    made = spec(event_marks.marked(loss_chart.losses(losses(names)), events, above))
+    made = spec(event_marks.marked(loss_chart(losses(names)), events))
     assert "<svg" in vl_convert.vegalite_to_svg(made)
     views = {view for param in made["params"] for view in param["views"]}
     assert views and all(f'"name": "{view}"' in json.dumps(made["layer"]) for view in views)
@@ -227,7 +228,7 @@ def test_any_chart_over_iterations_has_the_events_within_them(x, at):
 
 
 def test_recipes_of_one_format_differ():
-    made = spec(loss_chart.losses(losses(list(TEN_RECIPES))))
+    made = spec(loss_chart(losses(list(TEN_RECIPES))))
     dashes = {
         group: tuple(dash)
         for channel, e in encodings(made)
@@ -335,8 +336,8 @@ def test_a_runs_name_may_hold_what_ends_a_string(name):
 
 @pytest.mark.parametrize("values", [[math.nan, 3.0], [math.inf, 3.0], [1.0, 1.0]])
 def test_losses_that_diverge(values):
-    table = pd.DataFrame({"group": "mxfp4", "iteration": [0, 1], "loss": values})
-    spec(loss_chart.losses(table))
+    table = pd.DataFrame({"group": "mxfp4", "iteration": [0, 1], "loss": values, "low": math.nan, "high": math.nan})
+    spec(loss_chart(table))
 
 
 @pytest.mark.sampled(2)
@@ -344,7 +345,7 @@ def test_losses_that_diverge(values):
 def test_a_single_value_can_be_drawn(value):
     each = [distributions.distribution_of("bf16", torch.full((5,), value).bfloat16())]
     linear = distributions.linear_histogram(each)
-    spec(distribution_charts.histogram(linear, "5 values", "quant type", linear=True))
+    spec(explore_charts.histogram(linear, "5 values", "value", False))
     spec(distribution_charts.boxes(distributions.boxes(each), "5 values", "quant type"))
 
 
@@ -361,7 +362,7 @@ def test_lines_have_their_names_at_their_ends_and_none_overlap(ends):
     groups = [f"run{index}" for index in range(len(ends))]
     table = pd.concat([losses(groups[:1]).assign(group=group) for group in groups])
     table.loc[table["iteration"] == 2, "loss"] = [float(end) for end in ends]
-    chart = loss_chart.losses(table)
+    chart = loss_chart(table)
     shown = texts(chart, 200)
     at = [shown[group] for group in sorted(groups, key=lambda group: -ends[groups.index(group)])]
     assert min(np.diff(at)) >= 12 and min(at) >= 0 and max(at) <= 200 + 12
@@ -370,7 +371,7 @@ def test_lines_have_their_names_at_their_ends_and_none_overlap(ends):
 
 def test_many_lines_and_long_names_have_a_legend():
     for groups in ([f"run{index}" for index in range(9)], ["short", "a name too long to stand beside a line"]):
-        drawn = json.dumps(spec(loss_chart.losses(losses(groups))))
+        drawn = json.dumps(spec(loss_chart(losses(groups))))
         assert '"symbolType": "stroke"' in drawn and "x2Offset" not in drawn
 
 
@@ -460,34 +461,6 @@ def test_figures_drawn_by_two_threads_keep_their_own_data():
         assert each.tables["d0"]["columns"]["value"] == list(range(n, 1000 + n))
 
 
-def test_names_of_points_cover_no_point_and_no_other_name():
-    points = pd.DataFrame(np.random.default_rng(3).random((40, 2)), columns=["x", "y"])
-    named = style.named_points(points, "x", "y", (0.0, 1.0), (0.0, 1.0))
-    assert {*named["side"]} == {"left", "right"}
-    left = named["x"] - (named["side"] == "left") * style.LABEL_WIDTH
-    boxes = list(zip(left, named["y"], named.index, strict=True))
-    for number, (x, y, own) in enumerate(boxes):
-        others = points.drop(index=own)
-        assert not (
-            others["x"].between(x, x + style.LABEL_WIDTH) & others["y"].between(y, y + style.LABEL_HEIGHT)
-        ).any()
-        for x2, y2, _ in boxes[:number]:
-            assert abs(x - x2) >= style.LABEL_WIDTH or abs(y - y2) >= style.LABEL_HEIGHT
-
-
-@pytest.mark.parametrize("smooth", [5, 25])
-def test_smoothed_losses_are_centered_means_that_leave_warm_up_apart(smooth):
-    steps = np.arange(-30, 40)
-    loss = np.random.default_rng(0).normal(size=len(steps))
-    records = {"a": [{"iteration": int(i), "loss": float(v)} for i, v in zip(steps, loss, strict=True)]}
-    table, _ = loss_chart.loss_table(records, 1000, smooth)
-    for i, found in zip(table["iteration"], table["mean"], strict=True):
-        inside = (abs(steps - i) <= smooth // 2) & ((steps < 0) == (i < 0))
-        assert found == pytest.approx(loss[inside].mean())
-    made = json.dumps(spec(loss_chart.losses(table, smooth=smooth)), ensure_ascii=False)
-    assert f"loss (centered mean of {smooth} iterations, nats per token)" in made
-
-
 @pytest.mark.thorough
 def test_the_runs_page_hides_warm_up_and_shows_it(catalog: Catalog):
     def table(**params: str) -> pd.DataFrame:
@@ -498,15 +471,6 @@ def test_the_runs_page_hides_warm_up_and_shows_it(catalog: Catalog):
     records = sum(len(read_losses(catalog.root / run)) for run in catalog.runs()["run_id"])
     assert len(table(warmup="show")) == records > len(table()) and table()["iteration"].min() == 0
     assert np.isfinite(table(smooth="5")["mean"]).all() and "mean" not in table()
-
-
-def test_losses_zoom_and_events_lie_above_the_crosshair():
-    events = pd.DataFrame({"group": ["a"], "iteration": [1], "kind": ["trigger"], "text": ["low"]})
-    made = spec(loss_chart.losses(losses(["a", "b"]), events=events))
-    assert {param["name"] for param in made["params"]} == {"zoom_losses", "nearest"}
-    *_, crosshair, points, rules = made["layer"]
-    assert rules["encoding"]["tooltip"][0]["title"] == "run"
-    assert [crosshair["mark"]["type"], points["mark"]["type"]] == ["rule", "point"]
 
 
 def test_a_long_name_keeps_its_end_in_axes_and_legends():

@@ -15,6 +15,7 @@ from streamlit.proto.BackMsg_pb2 import BackMsg
 from streamlit.proto.ForwardMsg_pb2 import ForwardMsg
 from streamlit.runtime import Runtime, RuntimeConfig
 from streamlit.runtime.app_session import AppSession
+from streamlit.runtime.forward_msg_queue import ForwardMsgQueue
 from streamlit.runtime.memory_media_file_storage import MemoryMediaFileStorage
 from streamlit.runtime.memory_session_storage import MemorySessionStorage
 from streamlit.runtime.memory_uploaded_file_manager import MemoryUploadedFileManager
@@ -108,6 +109,7 @@ def script_threads() -> list[threading.Thread]:
 def runtime(tmp_path, monkeypatch):
     monkeypatch.setattr(AppSession, "_create_scriptrunner", AppSession._create_scriptrunner)  # put back afterwards
     monkeypatch.setattr(ScriptRunner, "_run_script", ScriptRunner._run_script)
+    monkeypatch.setattr(ForwardMsgQueue, "clear", ForwardMsgQueue.clear)
     monkeypatch.setattr(MemorySessionStorage, "save", MemorySessionStorage.save)
     monkeypatch.setattr(SessionState, "_remove_stale_widgets", SessionState._remove_stale_widgets)
     monkeypatch.setattr(Runtime, "_instance", None)
@@ -184,6 +186,27 @@ def test_an_automatic_rerun_of_the_page_that_was_left_does_not_empty_the_next_on
     (left,), shown = ThreadPoolExecutor(1).submit(lambda: asyncio.run(asyncio.wait_for(visit(), 60))).result()
     assert shown[0] == left and shown[1] != left
     assert left not in shown[1:]
+
+
+@pytest.mark.parametrize(
+    ("follows", "status"),
+    [
+        (["charts"], ForwardMsg.FINISHED_FRAGMENT_RUN_SUCCESSFULLY),
+        (["bar"], ForwardMsg.FINISHED_EARLY_FOR_RERUN),  # which draws again what it has not sent
+        (None, ForwardMsg.FINISHED_EARLY_FOR_RERUN),
+    ],
+)
+def test_a_fragment_that_follows_another_does_not_take_its_end(runtime, follows: list[str] | None, status: int):
+    """An end that is marked as early leaves in the browser what the fragment no longer draws."""
+    queue, drawn, end = ForwardMsgQueue(), ForwardMsg(), ForwardMsg()
+    drawn.delta.fragment_id = "bar"
+    drawn.delta.new_element.markdown.body = "closed"
+    end.script_finished = ForwardMsg.FINISHED_FRAGMENT_RUN_SUCCESSFULLY
+    for message in (drawn, end):
+        queue.enqueue(message)
+    queue.clear(retain_lifecycle_msgs=True, fragment_ids_this_run=follows)
+    sent = queue.flush()
+    assert (drawn in sent) == (follows == ["charts"]) and sent[-1].script_finished == status
 
 
 def test_the_session_of_a_closed_tab_goes_when_nobody_can_come_back_to_it(runtime):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.resources import files
+from typing import Literal
 
 import pytest
 from playwright.sync_api import Locator, Page
@@ -41,6 +42,23 @@ LOOKED_AT = {
 } | {DEFAULT_LAYOUT: ADDRESSES["compare-difference"]}
 
 
+# The page has the colors of the scheme, and no color is on its way to another: Streamlit's fade.
+THEMED = """dark => {
+    const [r, g, b] = getComputedStyle(document.querySelector('[data-testid=stApp]')).backgroundColor.match(/[0-9.]+/g);
+    return (Number(r) + Number(g) + Number(b) < 384) === dark;
+}"""
+FADED = """() => Promise.allSettled(document.getAnimations().filter(each => each instanceof CSSTransition)
+    .map(each => each.finished))"""
+
+
+def show_in(page: Page, scheme: Literal["light", "dark"]) -> None:
+    """Change the color scheme, and wait until the change is complete."""
+    page.emulate_media(color_scheme=scheme)
+    page.wait_for_function(THEMED, arg=scheme == "dark")
+    settle(page)
+    page.evaluate(FADED)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.thorough)])
 def test_axe_finds_nothing_serious_and_a_phone_shows_all(visit: Callable[..., Page], app: str, every: int):
@@ -50,16 +68,14 @@ def test_axe_finds_nothing_serious_and_a_phone_shows_all(visit: Callable[..., Pa
     paths = [*LOOKED_AT.values()][every // 2 :: every]  # Tensor, Difference and SQL, or all
     for path in paths:
         page.set_viewport_size({"width": 1280, "height": 1000})
-        page.emulate_media(color_scheme="light")
         page.goto(app + path)
         settle(page)
         csv += [button.is_visible() for button in page.get_by_label("Download as CSV", exact=True).all()]
         page.evaluate(AXE)
         seen = page.evaluate(FOUND, {})
-        page.emulate_media(color_scheme="dark")
-        settle(page)
+        show_in(page, "dark")
         seen += page.evaluate(FOUND, {"runOnly": ["color-contrast"]})
-        page.emulate_media(color_scheme="light")
+        show_in(page, "light")
         page.set_viewport_size({"width": 390, "height": 844})
         settle(page)
         wide = page.evaluate("() => document.querySelector('[data-testid=stMain]').scrollWidth - innerWidth")

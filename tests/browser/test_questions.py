@@ -336,8 +336,7 @@ def test_which_blocks_fail(visitor: Visitor, operand_shown: tuple[Tensor, int]):
 
 
 def test_which_gemm_loses_it(visitor: Visitor, catalog: Catalog):
-    visitor.page.goto("/?view=gemms")
-    visitor.page.wait_for_url(re.compile("metric=result_sqnr_db"))  # where the address leads now
+    visitor.page.goto("/?metric=result_sqnr_db")
     visitor.page.get_by_text("Click a cell to compare accumulators").wait_for()
     visitor.page.locator(".map .cell").first.click()
     visitor.page.get_by_text("was not computed again").wait_for()  # the result is not of FP8 operands
@@ -347,8 +346,7 @@ def test_which_gemm_loses_it(visitor: Visitor, catalog: Catalog):
 
 
 def test_do_blocks_fail_over_time(visitor: Visitor, catalog: Catalog):
-    visitor.page.goto("/?view=blocks")
-    visitor.page.wait_for_url(re.compile("metric=block_sqnr_db"))  # where the address leads now
+    visitor.page.goto("/?metric=block_sqnr_db&across=iteration")
     settle(visitor.page)
     view = View("map", {"metric": ["block_sqnr_db"], "across": ["iteration"]})
     drawn = view.draw(catalog).get("block_distribution").table
@@ -357,16 +355,14 @@ def test_do_blocks_fail_over_time(visitor: Visitor, catalog: Catalog):
 
 
 def test_are_outliers_the_same_channels(visitor: Visitor, catalog: Catalog):
-    visitor.page.goto("/?view=channels")
-    visitor.page.wait_for_url(re.compile("metric=outlier_persistence"))  # where the address leads now
+    visitor.page.goto("/?metric=outlier_persistence")
     settle(visitor.page)
     history = View("map", {"metric": ["outlier_persistence"]}).draw(catalog).get("hot_channels").table
     assert len([mark for mark in visitor.marks("hot_channels") if "share over all iterations" in mark]) == len(history)
 
 
 def test_are_steps_more_than_noise(visitor: Visitor, catalog: Catalog):
-    visitor.page.goto("/?view=noise")
-    visitor.page.wait_for_url(re.compile("metric=gradient_to_noise"))  # where the address leads now
+    visitor.page.goto("/?metric=gradient_to_noise")
     settle(visitor.page)
     cells = View("map", {"metric": ["gradient_to_noise"]}).draw(catalog).get("map").table
     assert visitor.page.locator(".map .cell[data-id]").count() == len(cells)

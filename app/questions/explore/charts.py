@@ -50,16 +50,16 @@ def histogram(table: pd.DataFrame, title: str, axis: str, log: bool, low: float 
 def qq(table: pd.DataFrame, title: str, axis: str, beyond: Sequence[tuple[str, int, int]] = (), **look: Any) -> Chart:
     """A Q–Q plot with its line of equal quantiles, cut off at LIMIT. table: group, theoretical, sample, share; beyond:
     (group, values above, values below)."""
-    end = 5.0
+    end, ticks = 5.0, {"values": [*range(-12, 13, 4)], "labelOverlap": False}
     points = plot.mark(
         "point", table, size=16, opacity=0.8, clip=True,
         tips={"group": "group", "theoretical": ("expected", ".4~g"), "sample": ("value", ".4~g"),
               "share": ("values below", ".4~%")},
         x=plot.x("theoretical", axis, {"tickCount": 7}, nice=False, zero=False),
-        y=plot.y("sample", None, {"values": [*range(-12, 13, 4)], "labelOverlap": False}, domain=[-LIMIT, LIMIT]),
+        y=plot.y("sample", None, ticks, domain=[-LIMIT, LIMIT]),
         **{name: value for name, value in look.items() if name != "strokeDash"},
     )  # fmt: skip
-    line = plot.diagonal(-end, end, **EQUAL, clip=True)
+    line = plot.diagonal(-end, end, **EQUAL, clip=True, y=plot.y("y", None, ticks))
     return plot.layers(title, "", line, points, *_beyond(beyond))
 
 

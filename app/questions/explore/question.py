@@ -24,7 +24,7 @@ from binade.app.questions.question import Question
 from binade.app.questions.shared import distribution_charts
 from binade.app.questions.shared import distributions as shared
 from binade.app.questions.shared.distributions import Distribution
-from binade.app.questions.shared.families import differences
+from binade.app.questions.shared.families import about_gradients, about_scales
 from binade.app.questions.shared.laws import LAWS
 from binade.app.questions.shared.operands import MOST_LISTED, ranked_tensors
 from binade.app.questions.shared.runs import every_run, given_names, labels_of, run_looks
@@ -389,7 +389,7 @@ def formats_title(by_format: compute.ByFormat) -> str:
 def formats_caption(board: Board, by_format: compute.ByFormat) -> str:
     caption = source(board.where, f"{counted(by_format.operands, 'operand')}, {board.scope}")
     what = "SQNR of an operand along the axis that its GEMM contracts, minus that of N(0,1) in the same format."
-    return f"{caption}\n{what}"
+    return f"{caption}\n{what} {about_scales(map(Spec.of, by_format.medians['format']))}".rstrip()
 
 
 def formats_notes(by_format: compute.ByFormat) -> list[str]:
@@ -398,8 +398,8 @@ def formats_notes(by_format: compute.ByFormat) -> list[str]:
         notes.append(f"One operand in {by_format.every} is drawn; medians are of all.")
     if by_format.partly:
         notes.append(f"Left out, since only some of the operands were scored in them: {', '.join(by_format.partly)}.")
-    gradients = bool(by_format.dots["tensor_name"].fillna("").str.startswith("grad_").any())
-    notes.append(differences(map(Spec.of, by_format.medians["format"]), gradients))
+    if by_format.dots["tensor_name"].fillna("").str.startswith("grad_").any():
+        notes.append(about_gradients(map(Spec.of, by_format.medians["format"])))
     return [note for note in notes if note]
 
 

@@ -336,6 +336,6 @@ function drawValues(values) {
         drawing('text', { x: width - 2, y: 12, 'text-anchor': 'end' }, 'saturated'));
     for (const [at, text] of values.ticks) chart.append(drawing('text', { x: clamp(x(at), 12, width - 12), y: height - 4, 'text-anchor': 'middle' }, text));
     const box = element('div', { class: 'values' });
-    box.append(chart, element('div', { class: 'keys', text: `share of ${values.sample} by log₂ of |x| over its scale; shaded: outside the grid` }));
+    box.append(chart, element('div', { class: 'keys', text: `share of ${values.sample} by log₂ of |x| over its scale; shaded: outside the grid${values.left}` }));
     return box;
 }

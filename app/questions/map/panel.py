@@ -13,13 +13,15 @@ from binade.app.measures.map_measure import LAYER
 from binade.app.questions.map import charts
 from binade.app.questions.map.compute import MapRow
 from binade.app.questions.map.question import Map
-from binade.app.questions.shared.distributions import distributions, log2_histogram, whole_binades
+from binade.app.questions.shared.distributions import HALVES, distributions, log2_histogram, whole_binades
 from binade.app.questions.shared.families import differences
 from binade.app.questions.shared.operands import along, scores_in
 from binade.app.questions.shared.rounded import Recorded, subject
 from binade.app.questions.shared.selection import recorded_of
 from binade.app.questions.why import compute as grid
+from binade.app.questions.why.charts import REACH
 from binade.app.view.budget import BudgetError
+from binade.data.compare.evidence import SHARE
 from binade.data.index.catalog import USED, Catalog, CatalogError
 from binade.data.run.store import TensorFileError
 from binade.data.words.filter import Filter
@@ -27,7 +29,6 @@ from binade.data.words.text import number_text
 from binade.quant.specs import Spec
 
 SAMPLE = 1 << 16  # values that the histogram shows
-HALVES = 40  # binades of which the histogram shows halves
 
 
 def panel(opened: Catalog, map_: Map, cell: pd.Series, fmt: str) -> dict[str, Any]:
@@ -113,9 +114,12 @@ def _histogram(spec: Spec, table: pd.DataFrame, what: str) -> tuple[dict[str, An
         return None, "No histogram: there are no finite nonzero values."
     low_edge, high_edge = grid.zone_edges(spec.format.element, spec.rounding)
     low, high = min(float(table["low"].min()), low_edge - 2), max(float(table["high"].max()), high_edge + 1)
+    low = max(low, low_edge - REACH)  # so that there is room for the grid
     if high - low > HALVES:
         table = whole_binades(table)
-    bars = table[["low", "high", "share"]].round(6)
+    left = table["low"] < low
+    beyond = float((table["share"] * (table["high"] - table["low"]))[left].sum())
+    bars = table.loc[~left, ["low", "high", "share"]].round(6)
     return {
         "low": low,
         "high": high,
@@ -124,4 +128,5 @@ def _histogram(spec: Spec, table: pd.DataFrame, what: str) -> tuple[dict[str, An
         "saturated_above": high_edge,
         "ticks": [[tick, power_of_two(tick)] for tick in charts.ticks(low, high) if tick == round(tick)],
         "sample": what,
+        "left": f"; {SHARE.quantity(beyond)} lie left of the axis" if beyond else "",
     }, ""

@@ -17,11 +17,10 @@ from binade.app.measures.effect import PARITY, parity_of
 from binade.app.measures.map_measure import ITERATION, LAYER, CellQuery, MapMeasure
 from binade.app.measures.registry import MAP_MEASURES
 from binade.app.measures.values import ERRORS, computed
-from binade.app.questions.map import charts, compute
+from binade.app.questions.map import charts, compute, ranking
 from binade.app.questions.map.compute import MapRow
 from binade.app.questions.map.standing_out import Headline, broken, cause_of, headline
 from binade.app.questions.question import Question
-from binade.app.questions.shared import board_charts
 from binade.app.questions.shared.operands import OTHER, operand
 from binade.app.questions.shared.rounded import NOT_RECORDED
 from binade.app.questions.shared.runs import every_run
@@ -275,11 +274,11 @@ def used_by(map_: Map) -> Scope:
 def ranked(map_: Map, scope: str) -> Figure:
     """The worst cells as bars."""
     table = map_.worst_first
-    few = f"{min(len(table), board_charts.BARS)} of {len(table):,} cells · {scope}"
-    chart = board_charts.ranking(table, map_.measure, f"{map_.title}, worst first", few, map_.color.between)
+    few = f"{min(len(table), ranking.BARS)} of {len(table):,} cells · {scope}"
+    chart = ranking.ranking(table, map_.measure, f"{map_.title}, worst first", few, map_.color.between)
     return Figure(
         "ranking", chart, table.drop(columns=["shade"]), source(map_.where, f"{len(table):,} cells"),
-        hint="Click a bar to open its worst tensor.", height=board_charts.ranking_height(table), choose="tensor_id",
+        hint="Click a bar to open its worst tensor.", height=ranking.height(table), choose="tensor_id",
     )  # fmt: skip
 
 

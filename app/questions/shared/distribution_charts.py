@@ -25,50 +25,32 @@ def _outline(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def histogram(
-    table: pd.DataFrame,
-    subtitle: str | list[str],
-    by: str,
-    groups: list[str] | None = None,
-    linear: bool = False,
-    looks: style.Looks | None = None,
-    axis: str = "",
+    table: pd.DataFrame, subtitle: str | list[str], by: str, groups: list[str] | None = None,
     place: style.Place | None = None,
-    low: float | None = None,
-) -> Chart:
-    """Draws distributions.log2_histogram or linear_histogram. groups: those of the charts next to it, so that colors
-    agree. looks: of groups that have one already. axis: the title of the x axis. place: of the legend. low: where the
-    x axis begins, if not where the values do.
+) -> Chart:  # fmt: skip
+    """Draws distributions.log2_histogram. groups: those of the charts next to it, so that colors agree. place: of the
+    legend.
 
     One group is drawn as filled bars, several as outlines, since overlapping bars are hard to read.
     """
     groups = groups or style.groups_of(table)
-    x, y = (
-        ("value", "share of values in the bin") if linear else ("log₂ |value| (binades)", "share of values per binade")
-    )
-    x = axis or x
-    ticks = {"tickCount": 8} if linear else style.binades(axis or "|value|")
-    log, number = ("", ".4~g") if linear else ("log₂ ", ".3~f")
-    title = style.title(
-        "Distribution of values" if linear else "Distribution of magnitudes", explained(subtitle, table)
-    )
-    tips: dict[str, plot.Tip] = {"low": (f"{log}from", number), "high": (f"{log}to", number)}
-    tips["share"] = ("share of values" if linear else y, ".3~p")
-    domain: plot.Look = {} if low is None else {"domain": [low, float(table["high"].max())]}
+    share = "share of values per binade"
+    title = style.title("Distribution of magnitudes", explained(subtitle, table))
+    tips: dict[str, plot.Tip] = {"low": ("log₂ from", ".3~f"), "high": ("log₂ to", ".3~f"), "share": (share, ".3~p")}
     places: plot.Look = {
-        "x": plot.x("low", x, ticks, nice=False, zero=False, **domain),
-        "y": plot.y("share", y, {"format": "~%", "tickCount": 5}).stack(None),
+        "x": plot.x("low", "log₂ |value| (binades)", style.binades("|value|"), nice=False, zero=False),
+        "y": plot.y("share", share, {"format": "~%", "tickCount": 5}).stack(None),
     }
     place = place or style.free_place(table["low"].to_numpy(float), table["share"].to_numpy(float), groups)
-    color = style.color(groups, by, line=True, own=looks, place=place)
+    color = style.color(groups, by, line=True, place=place)
     if len(groups) == 1:
         drawn = plot.steps(table, high="high", color=color, clip=True, tips=tips, **places)
     else:
         drawn = plot.mark(
-            "line", _outline(table), color=color, strokeDash=style.dash(groups, by, place, looks), clip=True,
+            "line", _outline(table), color=color, strokeDash=style.dash(groups, by, place), clip=True,
             interpolate="step-after", tips={"group": by} | tips, **places,
         )  # fmt: skip
-    share = "datum.share" if linear else "datum.share * (datum.high - datum.low)"
-    return style.brushed(drawn, groups, "low", IN_BIN, title, place, share)
+    return style.brushed(drawn, groups, "low", IN_BIN, title, place, "datum.share * (datum.high - datum.low)")
 
 
 def explained(subtitle: str | list[str], table: pd.DataFrame) -> str | list[str]:
@@ -84,20 +66,13 @@ LAW_TITLES = {"normal": "normal", "laplace": "Laplace", "student_t": "Student’
 LAW_SCALES = {"normal": "σ", "laplace": "scale b", "student_t": "scale", "uniform": "half width"}
 
 
-def qq(
-    table: pd.DataFrame,
-    subtitle: str | list[str],
-    by: str,
-    groups: list[str] | None = None,
-    law: str = "normal",
-    looks: style.Looks | None = None,
-) -> Chart:
-    """Chart of laws.qq, with the line on which values that follow the law lie. groups as in the histograms."""
+def qq(table: pd.DataFrame, subtitle: str | list[str], by: str, law: str = "normal") -> Chart:
+    """Chart of laws.qq, with the line on which values that follow the law lie."""
     name, scale = LAW_TITLES[law], LAW_SCALES[law]
     centre = "mean" if law == "normal" else "location"
     titles = (f"{name} quantile ({scale})", f"value − {centre} ({scale})", f"{name} ({scale})", f"values ({scale})")
     title = style.title(f"Q–Q against a {name}", subtitle)
-    chart = _qq(table, by, groups, titles, title, looks)
+    chart = _qq(table, by, titles, title)
     if len(table["group"].unique()) != 1:
         return chart
     line = plot.mark("line", quartile_line(table), x="x", y="y", **EQUAL | {"strokeDash": [1, 3]})
@@ -121,18 +96,11 @@ def quartile_line(table: pd.DataFrame) -> pd.DataFrame:
 def qq_between(table: pd.DataFrame, subtitle: str | list[str], by: str, other: str) -> Chart:
     """Chart of laws.qq_between, with the line for two equal distributions."""
     titles = (f"quantile of {other}", "quantile of the values", "the other", "values")
-    return _qq(table, by, None, titles, style.title(f"Q–Q against {other}", subtitle))
+    return _qq(table, by, titles, style.title(f"Q–Q against {other}", subtitle))
 
 
-def _qq(
-    table: pd.DataFrame,
-    by: str,
-    groups: list[str] | None,
-    titles: tuple[str, str, str, str],
-    title: style.Title,
-    looks: style.Looks | None = None,
-) -> Chart:
-    groups = groups or style.groups_of(table)
+def _qq(table: pd.DataFrame, by: str, titles: tuple[str, str, str, str], title: style.Title) -> Chart:
+    groups = style.groups_of(table)
     ends = [float(table["theoretical"].min()), float(table["theoretical"].max())]
     on_line = np.linspace(ends[0], ends[1], 20)
     x, y = (np.append(table[name].to_numpy(float), on_line) for name in ("theoretical", "sample"))
@@ -142,7 +110,7 @@ def _qq(
         "point", table, size=18, opacity=0.8,
         x=plot.x("theoretical", titles[0], {"tickCount": 8}, nice=False, zero=False),
         y=plot.y("sample", titles[1], {"tickCount": 5}, zero=False),
-        color=style.color(groups, by, own=looks, place=place), shape=style.shape(groups, by, place, looks),
+        color=style.color(groups, by, place=place), shape=style.shape(groups, by, place),
         tips=tips | {"theoretical": (titles[2], ".4~g"), "sample": (titles[3], ".4~g")},
     )  # fmt: skip
     drawn = style.brushed(points, groups, "theoretical", IN_QQ, title, place)
@@ -164,27 +132,18 @@ BOX_TITLES = {
 }
 
 
-def boxes(
-    table: pd.DataFrame,
-    subtitle: str,
-    by: str,
-    groups: list[str] | None = None,
-    log2: bool = False,
-    looks: style.Looks | None = None,
-) -> Chart:
-    """Chart of distributions.boxes: quartile box, whiskers at 0.1% and 99.9%, dots at the extremes. groups: as above.
-
-    log2: the table is of distributions.magnitudes.
-    """
-    groups, shown = groups or style.groups_of(table), style.groups_of(table)
+def boxes(table: pd.DataFrame, subtitle: str, by: str, log2: bool = False) -> Chart:
+    """Chart of distributions.boxes: quartile box, whiskers at 0.1% and 99.9%, dots at the extremes. log2: the table is
+    of distributions.magnitudes."""
+    groups = style.groups_of(table)
     both: plot.Look = {
-        "y": plot.names("group", shown, 320), "color": style.color(groups, by, shown=False, own=looks),
+        "y": plot.names("group", groups, 320), "color": style.color(groups, by, shown=False),
         "tips": {"group": by} | {name: (title, ".4~g") for name, title in BOX_TITLES.items()},
     }  # fmt: skip
     axis = style.binades("|value|") if log2 else {"tickCount": 8}
     title = "log₂ |value| (binades)" if log2 else "value"
     x = plot.x("p0_1", title, axis, zero=False, nice=False, padding=16)
-    size = 14 if len(shown) > 4 else 20
+    size = 14 if len(groups) > 4 else 20
     marks = (
         plot.mark("rule", table, x=x, x2="p99_9", strokeWidth=1.5, **both),
         plot.mark("bar", table, x="q1", x2="q3", size=size, opacity=0.4, **both),

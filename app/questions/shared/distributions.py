@@ -211,7 +211,7 @@ def _shares(d: Distribution, edges: np.ndarray) -> np.ndarray:
 # Where a binade is divided: a bin of a sketch ends there, so that counts of raw values are exact.
 STEPS = 0.0, math.log2(1.5)
 HALF = STEPS[1]
-MOST_BINS = 2400  # of a histogram; whole binades where halves would be more
+HALVES = 40  # binades of which a histogram shows halves; of more, whole ones
 
 
 def edge(index: np.ndarray) -> np.ndarray:
@@ -267,7 +267,7 @@ def log2_histogram(distributions: list[Distribution]) -> pd.DataFrame:
         return pd.DataFrame(columns=["group", "low", "high", "share", "count"])
     span = max(first + len(counts) for _, first, counts in counted) - min(first for _, first, _ in counted)
     halves = [bars(first, counts, d.total) for d, first, counts in counted]
-    tables = [whole_binades(table) if span * len(counted) > MOST_BINS else table for table in halves]
+    tables = [whole_binades(table) if span > 2 * HALVES else table for table in halves]
     tables = [table.assign(group=d.group) for table, (d, _, _) in zip(tables, counted, strict=True)]
     return pd.concat(tables, ignore_index=True)[["group", "low", "high", "share", "count"]]
 

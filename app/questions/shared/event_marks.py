@@ -48,10 +48,9 @@ def with_events(drawn: Drawn, opened: Catalog, where: Filter) -> Drawn:
     return replace(drawn, items=tuple(items))
 
 
-def marked(chart: Chart, events: pd.DataFrame, above: bool = False) -> Chart:
+def marked(chart: Chart, events: pd.DataFrame) -> Chart:
     """A chart whose x is the field "iteration" with a rule at each event within its iterations, or at the next of the
-    iterations that it draws, if they are ordinal. Any other chart is returned unchanged. above: whether the
-    rules cover the chart."""
+    iterations that it draws, if they are ordinal. Any other chart is returned unchanged."""
     x, values = plot.along_x(chart, "iteration")
     shown = events[events["iteration"].between(min(values, default=0), max(values, default=-1))]
     if shown.empty:
@@ -59,10 +58,6 @@ def marked(chart: Chart, events: pd.DataFrame, above: bool = False) -> Chart:
     if x.endswith(":O"):
         drawn = np.unique(values)
         shown = shown.assign(iteration=drawn[np.searchsorted(drawn, shown["iteration"])])
-    return plot.layers(chart.title, "", *[chart] * above, rules(shown, x), *[chart] * (not above))
-
-
-def rules(events: pd.DataFrame, x: str = "iteration:Q", color: str = style.GREY) -> Chart:
-    """A rule at each event, to be layered with a chart of this x."""
     tips = plot.tips(group="run", kind="event", text="what", iteration="iteration")
-    return plot.mark("rule", events, x=x, color=color, strokeWidth=1.4, strokeDash=[2, 2], tips=tips)
+    rules = plot.mark("rule", shown, x=x, color=style.GREY, strokeWidth=1.4, strokeDash=[2, 2], tips=tips)
+    return plot.layers(chart.title, "", rules, chart)

@@ -12,7 +12,7 @@ import pandas as pd
 
 from binade.app.draw import style
 from binade.data.index.catalog import Catalog
-from binade.data.index.run_table import OF_MODEL, compared_to_any, references_in, run_labels, runs_with_references
+from binade.data.index.run_table import OF_MODEL, references_in, run_labels, runs_with_references
 from binade.data.words.filter import Filter
 from binade.quant.formats import BF16
 
@@ -87,20 +87,6 @@ def references_of(opened: Catalog, where: Filter, run_ids: Collection[str]) -> l
     """The bf16 runs that these may be compared with."""
     table = every_run(opened)
     return references_in(table[table["run_id"].isin(run_ids)])
-
-
-def compared_to(opened: Catalog, where: Filter, run_ids: Collection[str]) -> list[str]:
-    """The runs that may be compared with one of these as their bf16 run."""
-    table = every_run(opened)
-    return list(table.loc[compared_to_any(table, run_ids), "run_id"])
-
-
-def same_model(opened: Catalog, where: Filter, run_ids: Collection[str]) -> list[str]:
-    """All runs of the models, sizes and datasets that these have."""
-    runs = opened.runs()
-    of = [tuple(row) for row in runs[list(OF_MODEL)].astype(str).itertuples(index=False)]
-    here = {model for model, run in zip(of, runs["run_id"], strict=True) if run in run_ids}
-    return [run for model, run in zip(of, runs["run_id"], strict=True) if model in here]
 
 
 # Tables and titles

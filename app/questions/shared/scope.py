@@ -98,18 +98,6 @@ def scoped(opened: Catalog, where: Filter, apart: Collection[str] = (), scored: 
     return replace(where, iteration=(int(max(shared)),))
 
 
-def unrounded(opened: Catalog, where: Filter) -> Filter:
-    """The filter, restricted to runs that round no operand; unchanged if there are none."""
-    rounded = rounding(opened, where)
-    chosen = [run for run in opened.distinct(("run_id",), where)["run_id"] if run not in rounded]
-    return replace(where, run_id=tuple(chosen)) if chosen and rounded else where
-
-
-def rounding(opened: Catalog, where: Filter) -> tuple[str, ...]:
-    """The runs of the filter that round operands."""
-    return tuple(opened.distinct(("run_id", "format"), where).dropna()["run_id"].unique())
-
-
 def scope_of(opened: Catalog, where: Filter) -> str:
     """What a scoped filter selects, as a subtitle says it: "mxfp4 · iteration 11"."""
     labels = labels_of(opened)

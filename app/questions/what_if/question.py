@@ -67,15 +67,14 @@ CONTROLS = (
     *(
         Control(
             name=NAMES[name], label=label, param=One((OWN, *allowed)), widget="list",
-            row="main" if name in ALWAYS else "options", width=1.4 if name in TITLES else 1,
+            row="main",
             help=HINTS.get(name, OPTIONS[name].help), titles=TITLES.get(name, {}), folded=name not in ALWAYS,
         )
         for name, (label, allowed) in sorted(VALUES.items(), key=lambda item: item[0] not in ALWAYS)
     ),
     Control(
         name="over", label="Applied to", param=One(("tensor", "selection")),
-        titles={"tensor": "this tensor", "selection": "the filter’s operands"}, folded=True, row="options",
-        width=1.7,
+        titles={"tensor": "this tensor", "selection": "the filter’s operands"}, folded=True, row="main",
     ),
 )  # fmt: skip
 COLUMNS = {

@@ -1,13 +1,12 @@
-"""Parts of the charts that show a metric by tensor: bars, their axis, and the values as text."""
+"""The worst cells of the Map as bars."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
 
 import pandas as pd
 
-from binade.app.draw import plot, style
+from binade.app.draw import plot
 from binade.app.draw.figure import Chart
 from binade.data.compare.evidence import Measure
 
@@ -15,7 +14,7 @@ BARS = 20  # of a ranking that are drawn
 PLACE = ("layer_index", "module", "operation", "tensor_name")  # what identifies a place in a model
 
 
-def with_labels(table: pd.DataFrame, measure: Measure) -> pd.DataFrame:
+def _with_labels(table: pd.DataFrame, measure: Measure) -> pd.DataFrame:
     """The table with figure (as drawn: percent, finite), label (as text) and, where there are low and high, figure_low
     and figure_high (missing for a single tensor), and between (as text)."""
     drawn = {
@@ -32,20 +31,7 @@ def with_labels(table: pd.DataFrame, measure: Measure) -> pd.DataFrame:
     return table.assign(**drawn, label=table["value"].map(measure.text))
 
 
-def scale_type(shown: pd.DataFrame, measure: Measure) -> Literal["log", "linear"]:
-    return "log" if measure.log and (shown["figure"].dropna() > 0).all() else "linear"
-
-
-def color_scale(shown: pd.DataFrame, measure: Measure) -> dict[str, Any]:
-    """The color scale of the column figure in a heatmap; brighter is worse."""
-    ramp = {"range": style.RAMP[::-1] if measure.low_is_bad else style.RAMP}
-    if shown["figure"].nunique() < 2:
-        middle = float(shown["figure"].mean()) if shown["figure"].notna().any() else 0.0
-        return ramp | {"domain": [middle - 1, middle + 1], "type": "linear"}
-    return ramp | {"type": scale_type(shown, measure)}
-
-
-def axis_domain(figures: pd.Series, measure: Measure) -> list[float]:
+def _axis_domain(figures: pd.Series, measure: Measure) -> list[float]:
     """From 0, with room for the labels of the bars, but no share above 100%."""
     low, high = figures.min(), figures.max()
     low = min(float(low), 0.0) if pd.notna(low) else 0.0
@@ -57,7 +43,7 @@ def axis_domain(figures: pd.Series, measure: Measure) -> list[float]:
 def ranking(table: pd.DataFrame, measure: Measure, title: str, subtitle: str | list[str], between: str) -> Chart:
     """The first BARS rows of a table of cells, worst first, as bars, colored by operation. A thin line is the interval
     of each. between: what that is, in words."""
-    shown = with_labels(table.head(BARS), measure)
+    shown = _with_labels(table.head(BARS), measure)
     several = "figure_high" in shown
     end = shown["figure_high"].fillna(shown["figure"]) if several else shown["figure"]
     shown = shown.assign(end=end.fillna(0.0).clip(lower=0.0))
@@ -65,7 +51,7 @@ def ranking(table: pd.DataFrame, measure: Measure, title: str, subtitle: str | l
     tips |= {"between": between} if several else {}
     bars = plot.bars(
         shown, plot.names("place", shown["place"]), size=15, text="label", end="end",
-        x=plot.x("figure", measure.axis, {"tickCount": 5}, domain=axis_domain(shown["figure"], measure), nice=False),
+        x=plot.x("figure", measure.axis, {"tickCount": 5}, domain=_axis_domain(shown["figure"], measure), nice=False),
         color=plot.operations(shown["operation"]),
         between=("figure_low", "figure_high") if several and shown["figure_low"].notna().any() else None,
         tips=tips | {"tensors": ("tensors", ",")},
@@ -74,6 +60,6 @@ def ranking(table: pd.DataFrame, measure: Measure, title: str, subtitle: str | l
     return plot.layers(title, subtitle, *bars)
 
 
-def ranking_height(table: pd.DataFrame) -> int:
+def height(table: pd.DataFrame) -> int:
     """Height of a ranking in pixels."""
     return 150 + 24 * min(len(table), BARS)
