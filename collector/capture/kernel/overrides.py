@@ -18,7 +18,6 @@ from binade.collector.capture.adapters.layer import Detach, InstrumentError
 from binade.collector.capture.adapters.products import computing
 
 GEMMS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
-VECTOR = "mv"  # a product that is only noticed
 SDPA = "scaled_dot_product_attention"
 Compute = Callable[[], Tensor]
 
@@ -69,7 +68,7 @@ def _replace() -> Any:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel.*")
         for device in ("CPU", "CUDA") if torch.cuda.is_available() else ("CPU",):
-            for name in (*GEMMS, VECTOR):
+            for name in GEMMS:
                 library.impl(name, _gemm(name, device), device, **options)
         library.impl(SDPA, _attention(), "CompositeImplicitAutograd", **options)
     return library
