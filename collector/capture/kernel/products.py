@@ -46,7 +46,7 @@ from binade.collector.capture.clock import backward_pass, repeated_frame
 from binade.collector.capture.kernel.callers import in_function, in_transform
 from binade.collector.capture.kernel.gemms import KeptProduct, PartialCall, backward, forward
 from binade.collector.capture.kernel.operands import BatchAxis, KernelOperands, Orientation, ProductShape
-from binade.collector.capture.kernel.overrides import Compute, watch
+from binade.collector.capture.kernel.overrides import Compute, watch, whole
 from binade.collector.capture.kernel.weights import MatchedWeight, ModelWeights, Owner
 from binade.collector.capture.survey import ModuleHook, Survey
 from binade.collector.models.attention import CoreBegin
@@ -420,17 +420,25 @@ def _adds_bias_later(module: Any, given: KernelOperands, match: MatchedWeight | 
     return match is None or any(owner is module for owner, _ in match.held.owners)
 
 
+def _in_front(x: Tensor) -> Sequence[Tensor]:
+    """What x may be a flattened view of: the operand of F.linear, or those of torch.matmul that are no matrices."""
+    if len(whole.operands) < 2:
+        return whole.operands
+    left, right = whole.operands
+    stacked = (*((left,) if left.dim() != 2 else ()), *((right.mT,) if right.dim() > 2 else ()))
+    return stacked or (x,)
+
+
 def _leading_axes(x: Tensor, frame: RunningModule | None) -> tuple[int, ...] | None:
     """The axes in front of the last that the tensor x [..., m, k] has in the model; None for one alone."""
-    candidates: list[Any] = [*(tensors_in(frame.given) if frame else ()), *((x._base,) if x._base is not None else ())]
-    for whole in candidates:
-        local = whole._local_tensor if is_dtensor(whole) else whole
+    candidates: list[Any] = [*_in_front(x), *(tensors_in(frame.given) if frame else ())]
+    for given in (*candidates, x if x._base is None else x._base):
+        local = given._local_tensor if is_dtensor(given) else given
         if local.is_nested or not local.dim():
             continue
-        more = local.dim() > x.dim() or local.dim() == 1 or (x.dim() > 2 and len(x) == 1)
-        if more and local.numel() == x.numel() and local.shape[-1] == x.shape[-1]:
+        if local.numel() == x.numel() and local.shape[-1] == x.shape[-1]:
             return tuple(local.shape[:-1])
-    return tuple(x.shape[:-1]) if x.dim() > 2 else None
+    return None
 
 
 def _shaped(call: Call, lead: tuple[int, ...] | None) -> Tap | None:
