@@ -39,7 +39,7 @@ from binade.collector.capture.adapters.layer import (
     weight_of,
 )
 from binade.collector.capture.adapters.products import applying_function, computing, in_kernel, tensors_in, transformed
-from binade.collector.capture.adapters.torch_modules import NOT_PRODUCTS, is_plain_linear, own_layers, own_shapes
+from binade.collector.capture.adapters.torch_modules import NOT_PRODUCTS, calls, is_plain_linear, own_layers, own_shapes
 from binade.collector.capture.adapters.towers import placed
 from binade.collector.capture.adapters.weights import OWN_KERNELS, OwnProducts, is_linear
 from binade.collector.capture.clock import backward_pass, repeated_frame
@@ -47,7 +47,7 @@ from binade.collector.capture.kernel.callers import in_function, in_transform
 from binade.collector.capture.kernel.gemms import KeptProduct, PartialCall, backward, forward
 from binade.collector.capture.kernel.operands import BatchAxis, KernelOperands, Orientation, ProductShape
 from binade.collector.capture.kernel.overrides import Compute, watch, whole
-from binade.collector.capture.kernel.weights import MatchedWeight, ModelWeights, Owner
+from binade.collector.capture.kernel.weights import MatchedWeight, ModelWeights, Owner, memory
 from binade.collector.capture.survey import ModuleHook, Survey
 from binade.collector.models.attention import CoreBegin
 from binade.collector.models.parallel import STACKED, Begin, Call
@@ -58,6 +58,7 @@ from binade.quant.memory import is_ordinary
 # torch's nodes of these kernels, which compute nothing again.
 OWN_NODES = frozenset(f"{name}Backward0" for name in ("Mm", "Addmm", "Bmm", "Baddbmm", "GroupedMm"))
 BATCHED_NODES = frozenset(("BmmBackward0", "BaddbmmBackward0"))
+LOOKUPS = frozenset(("embedding", "embedding_bag"))  # functions that take rows of a weight
 KEPT = 1 << 16  # calls whose backward pass may come
 
 
@@ -243,16 +244,37 @@ class Products:
                 self._warn_of_forgotten()
             return None
         given = KernelOperands.of(name, args, kwargs)
-        known = ((each, each.shape.backward(given, self.weights)) for each in kept)
-        alike = ((each, each.shape.backward_alike(given, batched)) for each in reversed(kept))
-        for each, orientation in chain(known, alike):
-            if orientation is not None:
-                for part in each.parts:
-                    part.call.rounding.check_differentiable()
-                with computing, torch.no_grad():
-                    return backward(each, orientation, given, compute)
+        if found := self._backward(kept, given, batched):
+            each, orientation = found
+            for part in each.parts:
+                part.call.rounding.check_differentiable()
+            with computing, torch.no_grad():
+                return backward(each, orientation, given, compute)
         self._warn_of_other(kept[0].shape.weight, name, given)
         return None
+
+    def _backward(
+        self, kept: Sequence[KeptProduct], given: KernelOperands, batched: bool
+    ) -> tuple[KeptProduct, Orientation] | None:
+        """The product whose GEMM this is, of those with one number. In an autograd function several products may have
+        one input: a wgrad is that of the product whose dgrad had the same gradient, else the one that was seen least.
+        """
+        if len(kept) == 1:
+            orientation = kept[0].shape.backward(given, self.weights) or kept[0].shape.backward_alike(given, batched)
+            return (kept[0], orientation) if orientation else None
+        known = [(each, found) for each in kept if (found := each.shape.backward(given, self.weights))]
+        alike = ((each, found) for each in reversed(kept) if (found := each.shape.backward_alike(given, batched)))
+        product, orientation = next(chain(known, alike), (None, None))
+        if product is None or orientation is None:
+            return None
+        gradient = memory(given.right if orientation.second_left else given.left)
+        if orientation.gemm is Gemm.DGRAD:
+            product.gradient = gradient
+        elif orientation.gemm is Gemm.WGRAD and known:
+            of_input = [each for each, found in known if found.gemm is Gemm.WGRAD]
+            product = min(of_input, key=lambda each: (each.gradient != gradient, each.wgrads))
+            product.wgrads += 1
+        return product, orientation
 
     def _warn_of_other(self, weight: MatchedWeight | None, name: str, given: KernelOperands) -> None:
         """Warns once of a product in the backward pass of this weight's product that is not a GEMM of it, as an
@@ -482,7 +504,7 @@ def _unnamed(model: nn.Module, survey: Survey) -> Iterator[Layer]:
     known = {(layer.module, layer.part) for layer in survey.layers if not (layer.is_core or layer.is_declared)}
     whole = {layer.module for layer in survey.layers if layer.kernels}
     for name, module in modules.items():
-        if isinstance(module, NOT_PRODUCTS) or module in survey.left or module in whole:
+        if isinstance(module, NOT_PRODUCTS) or module in survey.left or module in whole or calls(module, LOOKUPS):
             continue
         owner = OwnProducts(name, module)
         for layer in own_layers(modules, shapes, name, owner, every=True):
