@@ -31,7 +31,7 @@ from binade.collector.capture.adapters.torch_modules import is_compiled
 from binade.collector.capture.clock import Moment, PassCounter
 from binade.collector.capture.delayed_scales import DelayedScales
 from binade.collector.capture.instrumented import Instrumented
-from binade.collector.capture.kernel.products import seen_in_kernels
+from binade.collector.capture.kernel.layers import seen_in_kernels
 from binade.collector.capture.observer import Hook
 from binade.collector.capture.recorder import Recorder
 from binade.collector.capture.step import others, recorded

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from binade.collector import Recorder, instrument
+from binade.collector import Recorder, Watch, instrument
 from tests.bench.bench_instrument import hugging_face
 
 WAYS: dict[str, Any] = {"adapters": {}, "kernel": "kernel"}
@@ -37,6 +37,7 @@ def main() -> None:
     print(f"torch {torch.__version__}, {given.layers} layers, hidden {given.hidden}, {given.length} tokens, 1 thread")
     with tempfile.TemporaryDirectory() as root, ExitStack() as stack:
         keep = stack.enter_context(Recorder(root, max_bytes=0, scores=(), measures=()))
+        idle = stack.enter_context(Recorder(root, watch=Watch(watch="every 1000000 steps")))
         position = iter(range(1 << 30))
 
         def step() -> None:
@@ -46,6 +47,10 @@ def main() -> None:
             with keep.at(next(position), 0):
                 step()
             keep.settle()
+
+        def passed() -> None:
+            with idle.at(1 + next(position), 0, record=False):
+                step()
 
         def timed(run: Callable[[], None], recipe: str | None, recorder: Recorder | None, products: Any) -> float:
             with ExitStack() as undo:
@@ -57,21 +62,24 @@ def main() -> None:
                     run()
                 return (time.process_time() - start) / given.steps
 
-        kinds = {"bf16": ("bf16", None), "bf16, recorded": ("bf16", keep), "mxfp8": ("mxfp8", None)}
-        kinds["mxfp8, recorded"] = ("mxfp8", keep)
+        kinds: dict[str, tuple[str, Recorder | None, Callable[[], None]]] = {
+            "bf16, recorder waits": ("bf16", idle, passed),
+            "bf16, recorded": ("bf16", keep, recorded),
+            "mxfp8": ("mxfp8", None, step),
+            "mxfp8, recorded": ("mxfp8", keep, recorded),
+        }
         times: dict[tuple[str, str], list[float]] = {}
         for _ in range(given.rounds):
             times.setdefault(("plain", ""), []).append(timed(step, None, None, {}))
-            for kind, (recipe, recorder) in kinds.items():
+            for kind, (recipe, recorder, run) in kinds.items():
                 for way, products in WAYS.items():
-                    run = recorded if recorder else step
                     times.setdefault((kind, way), []).append(timed(run, recipe, recorder, products))
     plain = times["plain", ""]
     print(f"plain: {statistics.median(plain) * 1e3:.2f} ms")
     for kind in kinds:
         of_plain = [ratio(times[kind, way], plain) for way in WAYS]
         print(
-            f"{kind:<18} of plain: adapters {of_plain[0]:.3f}, kernel {of_plain[1]:.3f}; "
+            f"{kind:<20} of plain: adapters {of_plain[0]:.3f}, kernel {of_plain[1]:.3f}; "
             f"kernel of adapters {ratio(times[kind, 'kernel'], times[kind, 'adapters']):.3f}"
         )
 

@@ -5,6 +5,7 @@
     operands.py    a product as its kernel gets it, as the product of a linear layer: x · weightᵀ
     gemms.py       one product that is rounded or recorded
     callers.py     what runs a kernel: an autograd function, a transform of torch.func
+    layers.py      which layers of a model are seen in kernels
     products.py    the products of a model: in the forward pass, and in the backward pass
 
 An operand of a forward GEMM is rounded in the kernel of that GEMM, and so are those of dgrad and wgrad in theirs. So

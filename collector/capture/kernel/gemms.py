@@ -38,6 +38,7 @@ class KeptProduct:
     """A forward product whose backward pass may come.
 
     with_dgrad  whether x needs a gradient
+    thread      the number of the thread that computed it
     gradient    the memory of the gradient that its last dgrad had
     wgrads      how often its wgrad was seen
     """
@@ -46,6 +47,7 @@ class KeptProduct:
     batch: BatchAxis
     parts: tuple[PartialCall, ...]
     with_dgrad: bool
+    thread: int
     gradient: int = 0
     wgrads: int = 0
 

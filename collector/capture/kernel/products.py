@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import chain
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -33,32 +32,34 @@ from binade.collector.capture.adapters.layer import (
     FIRST_PASS,
     Detach,
     Layer,
-    distinct,
     refusal,
     refuse,
     weight_of,
 )
 from binade.collector.capture.adapters.products import applying_function, computing, in_kernel, tensors_in, transformed
-from binade.collector.capture.adapters.torch_modules import NOT_PRODUCTS, calls, is_plain_linear, own_layers, own_shapes
-from binade.collector.capture.adapters.towers import placed
-from binade.collector.capture.adapters.weights import OWN_KERNELS, OwnProducts, is_linear
+from binade.collector.capture.adapters.torch_modules import is_plain_linear
+from binade.collector.capture.adapters.weights import is_linear
 from binade.collector.capture.clock import backward_pass, repeated_frame
 from binade.collector.capture.kernel.callers import in_function, in_transform
 from binade.collector.capture.kernel.gemms import KeptProduct, PartialCall, backward, forward
-from binade.collector.capture.kernel.operands import BatchAxis, KernelOperands, Orientation, ProductShape
+from binade.collector.capture.kernel.operands import (
+    OWN_NODES,
+    AutogradNode,
+    BatchAxis,
+    KernelOperands,
+    Orientation,
+    ProductShape,
+)
 from binade.collector.capture.kernel.overrides import Compute, watch, whole
 from binade.collector.capture.kernel.weights import MatchedWeight, ModelWeights, Owner, memory
-from binade.collector.capture.survey import ModuleHook, Survey
+from binade.collector.capture.survey import ModuleHook
 from binade.collector.models.attention import CoreBegin
 from binade.collector.models.parallel import STACKED, Begin, Call
 from binade.data.run.tensor_kinds import Gemm
 from binade.quant.gemm import Observed, Tap
 from binade.quant.memory import is_ordinary
 
-# torch's nodes of these kernels, which compute nothing again.
-OWN_NODES = frozenset(f"{name}Backward0" for name in ("Mm", "Addmm", "Bmm", "Baddbmm", "GroupedMm"))
-BATCHED_NODES = frozenset(("BmmBackward0", "BaddbmmBackward0"))
-LOOKUPS = frozenset(("embedding", "embedding_bag"))  # functions that take rows of a weight
+NOT_SEEN = "multiplies where products='kernel' does not see it, so it is recorded but not rounded"
 KEPT = 1 << 16  # calls whose backward pass may come
 
 
@@ -83,11 +84,15 @@ class RunningModule:
     results: list[Tap] = field(default_factory=list)
 
 
+_threads = count()
+
+
 class _RunningModules(threading.local):
-    """The modules that run on this thread, the innermost last."""
+    """The modules that run on this thread, the innermost last, and a number that no other thread has."""
 
     def __init__(self) -> None:
         self.frames: list[RunningModule] = []
+        self.thread = next(_threads)
 
 
 class Products:
@@ -194,7 +199,7 @@ class Products:
         if frame.boundary and (frame.module, "weight") in self.begins:
             call = self.begins[frame.module, "weight"][0]()
             if call.quantizes and FIRST_PASS.findings:
-                FIRST_PASS.findings.unrounded.setdefault(self.names[frame.module], OWN_KERNELS)
+                FIRST_PASS.findings.unrounded.setdefault(self.names[frame.module], NOT_SEEN)
             if call.tap:
                 frame.boundary.show(call.tap, weight_of(frame.module), result)
         if frame.attends and frame.module in self.cores:
@@ -237,14 +242,14 @@ class Products:
         node = torch._C._current_autograd_node()
         if node is None or self._is_forward(node):
             return self._forward(name, args, kwargs, compute, node is not None)
-        number, batched = node._sequence_nr(), node.name() in BATCHED_NODES
+        number = node._sequence_nr()
         kept = self.kept.get(number)
         if kept is None:
             if self.forgotten and number in self.forgotten:
                 self._warn_of_forgotten()
             return None
         given = KernelOperands.of(name, args, kwargs)
-        if found := self._backward(kept, given, batched):
+        if found := self._backward(kept, given, AutogradNode.of(node.name())):
             each, orientation = found
             for part in each.parts:
                 part.call.rounding.check_differentiable()
@@ -254,16 +259,15 @@ class Products:
         return None
 
     def _backward(
-        self, kept: Sequence[KeptProduct], given: KernelOperands, batched: bool
+        self, kept: Sequence[KeptProduct], given: KernelOperands, node: AutogradNode
     ) -> tuple[KeptProduct, Orientation] | None:
-        """The product whose GEMM this is, of those with one number. In an autograd function several products may have
-        one input: a wgrad is that of the product whose dgrad had the same gradient, else the one that was seen least.
-        """
-        if len(kept) == 1:
-            orientation = kept[0].shape.backward(given, self.weights) or kept[0].shape.backward_alike(given, batched)
-            return (kept[0], orientation) if orientation else None
+        """The product whose GEMM this is, of those with one number. Each thread counts on its own; what is computed
+        again is computed on the thread of its backward pass. In an autograd function several products may have one
+        input: a wgrad is that of the product whose dgrad had the same gradient, else the one that was seen least."""
+        if len(kept) > 1:
+            kept = sorted(kept, key=lambda each: (each.thread != self.running.thread, -each.thread))
         known = [(each, found) for each in kept if (found := each.shape.backward(given, self.weights))]
-        alike = ((each, found) for each in reversed(kept) if (found := each.shape.backward_alike(given, batched)))
+        alike = ((each, found) for each in kept if (found := each.shape.backward_alike(given, node, each.gradient)))
         product, orientation = next(chain(known, alike), (None, None))
         if product is None or orientation is None:
             return None
@@ -335,7 +339,8 @@ class Products:
         trains = match is not None and match.held.needs_gradient
         below = trains and not of_weight.requires_grad  # autograd, whose tensors have other objects
         with_dgrad = of_x.requires_grad or (below and any(x.requires_grad for x in tensors_in(frame and frame.given)))
-        self._keep(KeptProduct(shape, batch, parts, with_dgrad), with_dgrad or of_weight.requires_grad or trains)
+        kept = KeptProduct(shape, batch, parts, with_dgrad, self.running.thread)
+        self._keep(kept, with_dgrad or of_weight.requires_grad or trains)
         late = frame.results if frame and _adds_bias_later(frame.module, given, match) else None
         with computing, torch.no_grad():
             return forward(given, second_left, batch, parts, compute, late)
@@ -388,6 +393,8 @@ class Products:
     def _keep(self, kept: KeptProduct, needs_gradient: bool) -> None:
         if not (needs_gradient and (torch.is_grad_enabled() or applying_function())):
             return
+        if backward_pass() != -1 and repeated_frame() is not None:
+            return  # a checkpoint that is not reentrant computes this again for its tensors, not for its graph
         if self.count >= KEPT:
             oldest = next(iter(self.kept))
             del self.kept[oldest]
@@ -477,36 +484,3 @@ def _shaped(call: Call, lead: tuple[int, ...] | None) -> Tap | None:
         tap(seen)
 
     return show
-
-
-def seen_in_kernels(model: nn.Module, show: Callable[[str], None], survey: Survey) -> Survey:
-    """The survey, with layers whose products are seen in kernels where that is possible: not those that are only
-    watched, the models of this package, and attention that is written out. show is called with a sentence about
-    products of a backward pass that are not known.
-    """
-    if not survey.watched:
-        return survey
-    products = Products(model, survey.left, show)
-    found = [*survey.layers, *placed(dict(model.named_modules()), [*_unnamed(model, survey)])]
-    layers = tuple(
-        replace(layer, attach=partial(products.attach, layer), exchanges=False, others=())
-        if (layer.by_sdpa if layer.is_core else not (layer.kernels or layer.is_declared))
-        else layer
-        for layer in distinct(found)
-    )
-    return replace(survey, layers=layers, seen=lambda: products.seen)
-
-
-def _unnamed(model: nn.Module, survey: Survey) -> Iterator[Layer]:
-    """The weights that no code of their module names in a product: of autograd functions, and of other modules."""
-    modules = dict(model.named_modules())
-    shapes = own_shapes(modules.values())
-    known = {(layer.module, layer.part) for layer in survey.layers if not (layer.is_core or layer.is_declared)}
-    whole = {layer.module for layer in survey.layers if layer.kernels}
-    for name, module in modules.items():
-        if isinstance(module, NOT_PRODUCTS) or module in survey.left or module in whole or calls(module, LOOKUPS):
-            continue
-        owner = OwnProducts(name, module)
-        for layer in own_layers(modules, shapes, name, owner, every=True):
-            if (module, layer.part) not in known:
-                yield layer
