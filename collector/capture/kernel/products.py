@@ -228,7 +228,7 @@ class Products:
         qk, pv = core.qk(), core.pv()
         if qk.is_plain and pv.is_plain:
             return None
-        if applying_function():
+        if in_function():
             self._missing(module, qk, pv, "attends in the forward method of a torch.autograd.Function")
             return None
 

@@ -86,6 +86,15 @@ class Attention(nn.Module):
         return x + F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(-2)
 
 
+class ReentrantAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.attention, x, use_reentrant=True)
+
+
 class Written(nn.Module):
     """Products with its own weights: a cast, an expanded weight, and one on the left."""
 
@@ -279,6 +288,7 @@ KINDS = {
     "reentrant checkpoints": (Reentrant, of_leaf),
     "copied saved tensors": (Copied, squares),
     "attention": (Attention, squares),
+    "attention in a reentrant checkpoint": (ReentrantAttention, of_leaf),
     "cast and expanded weights": (Written, squares),
     "cast weights, autocast": (Written, under_autocast),
     "weight on the left": (Left, squares),
@@ -303,6 +313,7 @@ def test_bf16_changes_no_bit(tmp_path: Path, kind: str) -> None:
 CASES = [(kind, "nvfp4(rounding=stochastic)") for kind in KINDS]
 CASES += [("linear layers", "fp8_e4m3(history=4)"), ("checkpoints", "fp8_e4m3(history=4)")]
 CASES += [("linear layers", "deepseek_v3"), ("attention", "FA_linear_mxfp8")]
+CASES += [("attention in a reentrant checkpoint", "FA_linear_mxfp8")]
 
 
 @pytest.mark.parametrize(("kind", "recipe"), CASES)
