@@ -31,7 +31,7 @@ from binade.collector.capture.adapters.torch_modules import is_compiled
 from binade.collector.capture.clock import Moment, PassCounter
 from binade.collector.capture.delayed_scales import DelayedScales
 from binade.collector.capture.instrumented import Instrumented
-from binade.collector.capture.kernel.products import seen_in_kernels
+from binade.collector.capture.kernel.layers import seen_in_kernels
 from binade.collector.capture.observer import Hook
 from binade.collector.capture.recorder import Recorder
 from binade.collector.capture.step import others, recorded
@@ -117,9 +117,7 @@ def instrument(
     options["products"] = {} if in_kernels else products
     options["attention"] = attention
     surveys = [
-        find(model, partial(seen_in_kernels, model, attention, show), **options)
-        if in_kernels
-        else find(model, **options)
+        find(model, partial(seen_in_kernels, model, show), **options) if in_kernels else find(model, **options)
         for model in models
     ]
     layers = [layer for survey in surveys for layer in survey.layers]
@@ -279,7 +277,9 @@ def _check_dtypes(stages: Stages, recorded: Collection[Site]) -> None:
 
 def _first_pass(model: nn.Module, survey: Survey, attention: bool, recorder: Recorder | None) -> FirstPass | None:
     """What watches the first pass; None for our own models, all of whose products are known."""
-    return FirstPass(model, survey.layers, survey.left, attention, _show(recorder)) if survey.watched else None
+    if not survey.watched:
+        return None
+    return FirstPass(model, survey.layers, survey.left, attention, _show(recorder), survey.seen)
 
 
 def _show(recorder: Recorder | None) -> Callable[[str], None]:

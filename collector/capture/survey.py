@@ -50,6 +50,7 @@ class Survey:
     unseen    the modules whose attention cannot be intercepted and is not quantized, with the reason
     heads     the LM heads among those that are left
     watched   whether the first forward pass is watched for products that no adapter intercepts
+    seen      counts the products that were seen in kernels; None if these are not watched
     """
 
     layers: tuple[Layer, ...]
@@ -58,6 +59,7 @@ class Survey:
     unseen: dict[nn.Module, str]
     heads: tuple[Layer, ...]
     watched: bool
+    seen: Callable[[], int] | None = None
 
 
 def survey(
@@ -257,12 +259,11 @@ class ModuleHook:
     """A hook of a module, which a copy of the module does not have. sees_products: whether it belongs to what sees the
     module's products."""
 
-    def __init__(self, function: Callable[..., None], *, sees_products: bool = False) -> None:
+    def __init__(self, function: Callable[..., Any], *, sees_products: bool = False) -> None:
         self.function, self.sees_products = function, sees_products
 
-    def __call__(self, *args: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self.function(*args)
+    def __call__(self, *args: Any) -> Any:
+        return None if torch.compiler.is_compiling() else self.function(*args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleHook:
         return ModuleHook(_nothing)

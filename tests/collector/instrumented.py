@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -22,6 +23,7 @@ CORE = {
     *("grad_output", "grad_scores", "grad_query", "grad_key", "grad_value"),
 }
 FORWARD_LINEAR = {"input", "weight", "output"}
+BOTH_WAYS = pytest.mark.parametrize("products", [{}, "kernel"], ids=["adapters", "kernels"])  # to see products
 
 
 def state(model: nn.Module) -> dict[str, dict[str, Any]]:

@@ -260,7 +260,8 @@ class WrittenMode(SdpaMode):
         self.order_a: Sequence[int] = ()  # of the model's axes of probabilities, as the product has them
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self.in_function and (written := AttentionProduct.of(func, args, kwargs)):
+        written = None if self.in_function else AttentionProduct.of(func, args, kwargs)
+        if written and not self._is_of_a_child(written):
             softmax = self.pv.rounding.formats.softmax
             if softmax.tile:
                 self.missing(f"computes its own softmax, to which softmax={softmax} cannot be applied")
@@ -288,6 +289,14 @@ class WrittenMode(SdpaMode):
         scaled = func(*args, **kwargs)
         self._see(scaled)
         return scaled
+
+    def _is_of_a_child(self, written: AttentionProduct) -> bool:
+        """Whether this is the product of a module in the core with a weight of its own."""
+        weights = [
+            y for x in (written.a, written.b) if isinstance(y := x if x._base is None else x._base, nn.Parameter)
+        ]
+        own = vars(self.module)["_parameters"].values()
+        return any(not any(weight is each for each in own) for weight in weights)
 
     def check(self) -> None:
         if (self.attended, self.calls) not in ((2, 0), (0, 1)):

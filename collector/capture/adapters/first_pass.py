@@ -34,13 +34,14 @@ from binade.data.run.tensor_kinds import Product
 
 ATTENTION = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
 FLEX = "flex_attention"
-NAMED = (FLEX, *GROUPED)  # some of them are torch operators, which are not single objects
+NAMED = (FLEX, "_scaled_mm", "scaled_mm", *GROUPED)  # some of them are torch operators, which are not single objects
 
 
 class FirstPass(Interception):
     """layers: what the adapters intercept. excluded: modules that are not watched; nor are those that
     compute a parametrized weight. attention: whether to refuse it.
-    show: called with a sentence about layers that are recorded but not rounded."""
+    show: called with a sentence about layers that are recorded but not rounded. seen: counts the products that were
+    seen in kernels, if they are."""
 
     def __init__(
         self,
@@ -49,9 +50,10 @@ class FirstPass(Interception):
         excluded: Iterable[nn.Module],
         attention: bool,
         show: Callable[[str], None],
+        seen: Callable[[], int] | None = None,
     ) -> None:
         self.names = {module: name for name, module in model.named_modules()}
-        self.findings, self.show = Findings(), show
+        self.findings, self.show, self.seen = Findings(), show, seen or (lambda: 0)
         computing_weights = (module for module in self.names if isinstance(module, parametrize.ParametrizationList))
         self.excluded = {inner for module in (*excluded, *computing_weights) for inner in module.modules()}
         left = [m for m in self.names if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) or m in self.excluded]
@@ -82,8 +84,11 @@ class FirstPass(Interception):
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         operands = list(tensors_in((args, kwargs)))
         if func in PRODUCTS or getattr(func, "__name__", "") in NAMED:
-            self._look(func, operands)
-            return func(*args, **kwargs)
+            before = self.seen()
+            result = func(*args, **kwargs)
+            if self.seen() == before:
+                self._look(func, operands)
+            return result
         result = func(*args, **kwargs)
         self.weights.follow(func, operands, result)
         return result
@@ -95,7 +100,7 @@ class FirstPass(Interception):
         attends = self.attention and (func in ATTENTION or func.__name__ == FLEX or _activations(operands))
         if weight is None and not attends:
             return
-        module = _caller(self.names)
+        module = calling_module(self.names)
         # A core checks by itself whether its module called the product, and so do declared products and linear layers;
         # other packages' kernels are only watched.
         checks = self.known if weight is None else self.linear
@@ -152,7 +157,7 @@ def _activations(operands: list[Tensor]) -> bool:
     return len(batched) > 1 and batched[-2].shape[-1] > 1
 
 
-def _caller(names: dict[nn.Module, str]) -> nn.Module | None:
+def calling_module(names: dict[nn.Module, str]) -> nn.Module | None:
     """The innermost of the model's modules whose method is running."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -251,7 +251,7 @@ class _Eager:
                 self.undo.close()
 
 
-_EAGER = _Eager()
+EAGER = _Eager()
 
 
 def eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -259,7 +259,7 @@ def eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
     calls. Others stay compiled."""
 
     def instrumented_and_not_compiled(*args: Any, **kwargs: Any) -> Any:  # torch shows this name where it must compile
-        with _EAGER:
+        with EAGER:
             return function(*args, **kwargs)
 
     return _uncompiled(instrumented_and_not_compiled)

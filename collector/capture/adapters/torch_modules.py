@@ -357,14 +357,18 @@ def linear_layer(name: str, module: nn.Linear) -> Layer:
         return lambda input: functional_linear(name, begin(), input, module.weight, module.bias)
 
     where, path = site(name)
-    plain = type(module).forward is nn.Linear.forward and "forward" not in vars(module)
-    plain = plain and not multiplies_itself(vars(module)["_parameters"].get("weight"))
     attach = (
         replaces(module, "forward", forward)
-        if plain
+        if is_plain_linear(module)
         else partial(OwnProducts(name, module, is_linear=True).attach, "weight", 0)
     )
     return Layer(name, module, where, partial(shard_of, module), attach, path)
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether this is torch's linear layer, whose code and weight are torch's, too."""
+    own = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and "forward" not in vars(module)
+    return own and not multiplies_itself(vars(module)["_parameters"].get("weight"))
 
 
 def unseen_products(module: nn.Module) -> str:

@@ -348,7 +348,7 @@ class WeightsMode(Interception):
     def _leave(self, source: WeightSource) -> None:
         self.half = (
             f"multiplies by {source.name} in the forward method of a torch.autograd.Function, whose backward "
-            "products cannot be intercepted"
+            "products cannot be intercepted; products='kernel' sees them"
         )
 
     def _operands(

@@ -4,7 +4,8 @@
     weights.py     which weight an operand is: by its memory, by what autograd knows of it, or by its module
     operands.py    a product as its kernel gets it, as the product of a linear layer: x · weightᵀ
     gemms.py       one product that is rounded or recorded
-    unseen.py      names products and weights that are not recognized
+    callers.py     what runs a kernel: an autograd function, a transform of torch.func
+    layers.py      which layers of a model are seen in kernels
     products.py    the products of a model: in the forward pass, and in the backward pass
 
 An operand of a forward GEMM is rounded in the kernel of that GEMM, and so are those of dgrad and wgrad in theirs. So

@@ -33,14 +33,23 @@ class PartialCall:
         return x if self.tokens is None else x[self.tokens]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class KeptProduct:
-    """A forward product whose backward pass may come. with_dgrad: whether x needs a gradient."""
+    """A forward product whose backward pass may come.
+
+    with_dgrad  whether x needs a gradient
+    thread      the number of the thread that computed it
+    gradient    the memory of the gradient that its last dgrad had
+    wgrads      how often its wgrad was seen
+    """
 
     shape: ProductShape
     batch: BatchAxis
     parts: tuple[PartialCall, ...]
     with_dgrad: bool
+    thread: int
+    gradient: int = 0
+    wgrads: int = 0
 
 
 def forward(

@@ -15,12 +15,16 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from binade.collector.capture.kernel.weights import MatchedWeight, ModelWeights, memory
 from binade.data.run.tensor_kinds import Gemm
 
+# torch's nodes of these kernels, which compute nothing again.
+OWN_NODES = frozenset(f"{name}Backward0" for name in ("Mm", "Addmm", "Bmm", "Baddbmm", "GroupedMm"))
+BATCHED_NODES = frozenset(("BmmBackward0", "BaddbmmBackward0"))
 ADDED = frozenset(("addmm", "baddbmm"))  # kernels that add a tensor, their first argument
 
 
@@ -79,6 +83,18 @@ class Orientation:
 
 
 @dataclass(frozen=True)
+class AutogradNode:
+    """What calls a backward GEMM: whether it is one of torch's own nodes, and whether that multiplies batches."""
+
+    of_torch: bool
+    batched: bool
+
+    @classmethod
+    def of(cls, name: str) -> AutogradNode:
+        return cls(name in OWN_NODES, name in BATCHED_NODES)
+
+
+@dataclass(frozen=True)
 class ProductShape:
     """What the backward pass needs to recognize the GEMMs of a product. second_left is of the forward GEMM. A storage
     that is referred to weakly keeps its name, so that no later one is taken for it."""
@@ -117,16 +133,47 @@ class ProductShape:
                 return Orientation(Gemm.WGRAD, is_left)
         return None
 
-    def backward_alike(self, given: KernelOperands, batched: bool) -> Orientation | None:
+    def backward_alike(self, given: KernelOperands, node: AutogradNode, gradient: int) -> Orientation | None:
         """The same by the sizes of the operands alone: a saved tensor that was computed again, or copied, has another
-        memory. batched: whether torch's own node multiplies batches."""
+        memory. Of a dgrad and a wgrad of the same sizes, the dgrad multiplies by the weight's values. Of two operands
+        of the same sizes, one is the gradient, whose memory may be known, or they have the order of torch's own nodes.
+        None if all that does not tell."""
         contracted, outer = given.left.shape[-1], (given.left.shape[-2], given.right.shape[-1])
-        if contracted == self.m and sorted(outer) == sorted((self.n, self.k)):
-            by_torch = not self.second_left if batched else self.second_left is self.column_major
-            return Orientation(Gemm.WGRAD, by_torch if self.n == self.k else outer[0] == self.k)
-        if contracted == self.n and sorted(outer) == sorted((self.m, self.k)):
-            return Orientation(Gemm.DGRAD, self.second_left if self.m == self.k else outer[0] == self.k)
+        wgrad = contracted == self.m and sorted(outer) == sorted((self.n, self.k))
+        dgrad = contracted == self.n and sorted(outer) == sorted((self.m, self.k))
+        if wgrad and dgrad:
+            if self._values() is None:
+                return None
+            dgrad = self._has_values(given.left) or self._has_values(given.right)
+            wgrad = not dgrad
+        if wgrad:
+            by_torch = not self.second_left if node.batched else self.second_left is self.column_major
+            return self._placed(Gemm.WGRAD, given, node, gradient, by_torch if self.n == self.k else outer[0] == self.k)
+        if dgrad:
+            second_left = self.second_left if self.m == self.k else outer[0] == self.k
+            return self._placed(Gemm.DGRAD, given, node, gradient, second_left)
         return None
+
+    def _placed(
+        self, gemm: Gemm, given: KernelOperands, node: AutogradNode, gradient: int, second_left: bool
+    ) -> Orientation | None:
+        outer = {given.left.shape[-2], given.right.shape[-1]}
+        if len(outer) == 1 and not node.of_torch:
+            sides = memory(given.left) == gradient, memory(given.right) == gradient
+            return Orientation(gemm, sides[1]) if gradient and sides[0] != sides[1] else None
+        return Orientation(gemm, second_left)
+
+    def _values(self) -> Tensor | None:
+        """The weight [n, k] or [k, n]; None if it is not known, or a part of it."""
+        weight = self.weight.held.ref() if self.weight else None
+        return weight if weight is not None and sorted(weight.shape) == sorted((self.n, self.k)) else None
+
+    def _has_values(self, operand: Tensor) -> bool:
+        weight = self._values()
+        if weight is None or operand.dim() != 2:
+            return False
+        same = (each.to(operand.dtype) for each in (weight, weight.mT) if each.shape == operand.shape)
+        return any(torch.equal(each, operand) for each in same)
 
     def _is_weight(self, operand: Tensor, weights: ModelWeights) -> bool:
         if memory(operand) == self.weight_storage.cdata:

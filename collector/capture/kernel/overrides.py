@@ -18,7 +18,7 @@ from binade.collector.capture.adapters.layer import Detach, InstrumentError
 from binade.collector.capture.adapters.products import computing
 
 GEMMS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
-VECTOR = "mv"  # a product that is only noticed
+WHOLE = ("linear", "matmul")  # which flatten an operand before they multiply
 SDPA = "scaled_dot_product_attention"
 Compute = Callable[[], Tensor]
 
@@ -34,6 +34,13 @@ class Watcher(Protocol):
         """The same of F.scaled_dot_product_attention, above autograd."""
 
 
+class _Whole(threading.local):
+    """The operands of the innermost function of WHOLE that runs, which may be that of a product."""
+
+    operands: tuple[Tensor, ...] = ()
+
+
+whole = _Whole()
 _watchers: tuple[Watcher, ...] = ()
 _library: Any = None  # the torch.library.Library that holds the replacements
 _lock = threading.Lock()
@@ -69,8 +76,10 @@ def _replace() -> Any:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel.*")
         for device in ("CPU", "CUDA") if torch.cuda.is_available() else ("CPU",):
-            for name in (*GEMMS, VECTOR):
+            for name in GEMMS:
                 library.impl(name, _gemm(name, device), device, **options)
+        for name in WHOLE:
+            library.impl(name, _whole(name), "CompositeImplicitAutograd", **options)
         library.impl(SDPA, _attention(), "CompositeImplicitAutograd", **options)
     return library
 
@@ -94,6 +103,21 @@ def _gemm(name: str, device: str) -> Callable[..., Tensor]:
         return compute()
 
     return gemm
+
+
+def _whole(name: str) -> Callable[..., Tensor]:
+    kernel: Any = torch.library.get_kernel(f"aten::{name}", "CPU")  # the same for all devices
+
+    def function(keys: Any, *args: Any, **kwargs: Any) -> Tensor:
+        before = whole.operands
+        whole.operands = args[:1] if name == "linear" else args[:2]
+        try:
+            result: Tensor = kernel.call_boxed(keys, *args, **kwargs)
+        finally:
+            whole.operands = before
+        return result
+
+    return function
 
 
 def _attention() -> Callable[..., Tensor]:

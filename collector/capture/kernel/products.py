@@ -11,14 +11,12 @@ of a call that is neither rounded nor recorded, and its backward pass is torch's
 
 from __future__ import annotations
 
-import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import chain
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -26,28 +24,42 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from binade.collector.capture.adapters.attention import attend
+from binade.collector.capture.adapters.boundary import Boundary
 from binade.collector.capture.adapters.dtensor import core_on_parts, is_dtensor
-from binade.collector.capture.adapters.layer import Detach, InstrumentError, Layer, distinct
+from binade.collector.capture.adapters.first_pass import calling_module
+from binade.collector.capture.adapters.layer import (
+    EAGER,
+    FIRST_PASS,
+    Detach,
+    Layer,
+    refusal,
+    refuse,
+    weight_of,
+)
 from binade.collector.capture.adapters.products import applying_function, computing, in_kernel, tensors_in, transformed
-from binade.collector.capture.adapters.torch_modules import NOT_PRODUCTS, own_layers, own_shapes
-from binade.collector.capture.adapters.towers import placed
-from binade.collector.capture.adapters.weights import OwnProducts, is_linear
+from binade.collector.capture.adapters.torch_modules import is_plain_linear
+from binade.collector.capture.adapters.weights import is_linear
 from binade.collector.capture.clock import backward_pass, repeated_frame
+from binade.collector.capture.kernel.callers import in_function, in_transform
 from binade.collector.capture.kernel.gemms import KeptProduct, PartialCall, backward, forward
-from binade.collector.capture.kernel.operands import BatchAxis, KernelOperands, Orientation, ProductShape
-from binade.collector.capture.kernel.overrides import VECTOR, Compute, watch
-from binade.collector.capture.kernel.unseen import Unseen, in_function, in_transform
-from binade.collector.capture.kernel.weights import MatchedWeight, ModelWeights
-from binade.collector.capture.survey import ModuleHook, Survey
+from binade.collector.capture.kernel.operands import (
+    OWN_NODES,
+    AutogradNode,
+    BatchAxis,
+    KernelOperands,
+    Orientation,
+    ProductShape,
+)
+from binade.collector.capture.kernel.overrides import Compute, watch, whole
+from binade.collector.capture.kernel.weights import MatchedWeight, ModelWeights, Owner, memory
+from binade.collector.capture.survey import ModuleHook
 from binade.collector.models.attention import CoreBegin
 from binade.collector.models.parallel import STACKED, Begin, Call
 from binade.data.run.tensor_kinds import Gemm
 from binade.quant.gemm import Observed, Tap
 from binade.quant.memory import is_ordinary
 
-# torch's nodes of these kernels, which compute nothing again.
-OWN_NODES = frozenset(f"{name}Backward0" for name in ("Mm", "Addmm", "Bmm", "Baddbmm", "GroupedMm"))
-BATCHED_NODES = frozenset(("BmmBackward0", "BaddbmmBackward0"))
+NOT_SEEN = "multiplies where products='kernel' does not see it, so it is recorded but not rounded"
 KEPT = 1 << 16  # calls whose backward pass may come
 
 
@@ -56,6 +68,9 @@ class RunningModule:
     """A module that runs, what it got, and the backward pass in which it does; -1 outside of one.
 
     plain     whether its products are left as they are, because a transform of torch.func runs it
+    boundary  what watches a linear layer from outside, as long as no kernel has multiplied by its weight
+    attends   whether it is a core that has not attended
+    eager     whether functions that it calls, compiled or not, run eagerly until it ends
     results   taps of products that wait for the module's result, because a bias is added to theirs
     """
 
@@ -63,25 +78,35 @@ class RunningModule:
     given: object
     task: int
     plain: bool = False
+    boundary: Boundary | None = None
+    attends: bool = False
+    eager: bool = False
     results: list[Tap] = field(default_factory=list)
 
 
+_threads = count()
+
+
 class _RunningModules(threading.local):
-    """The modules that run on this thread, the innermost last."""
+    """The modules that run on this thread, the innermost last, and a number that no other thread has."""
 
     def __init__(self) -> None:
         self.frames: list[RunningModule] = []
+        self.thread = next(_threads)
 
 
 class Products:
     """Sees the products of one model: those with weights of layers, and the attention of cores."""
 
-    def __init__(self, model: nn.Module, rounds_attention: bool, unseen: Unseen) -> None:
-        self.model, self.rounds_attention, self.unseen = model, rounds_attention, unseen
+    def __init__(self, model: nn.Module, left: Collection[nn.Module], show: Callable[[str], None]) -> None:
+        self.model, self.left, self.show = model, left, show
+        self.names = {module: name for name, module in model.named_modules()}
+        self.seen = 0  # products with weights of layers, in forward passes
+        self.from_outside: set[nn.Module] = set()  # linear layers that may have kernels of their own
         self.begins: dict[tuple[nn.Module, str], dict[int, Begin]] = {}
         self.cores: dict[nn.Module, CoreBegin] = {}
         self.running, self.kept = _RunningModules(), dict[int, list[KeptProduct]]()
-        self.count, self.stepped = 0, False
+        self.count, self.stepped, self.warned_of_other = 0, False, False
         self.forgotten: set[int] | None = set()  # sequence numbers; None once that was said
         self.weights = ModelWeights(nn.Module())
         self.undo = ExitStack()
@@ -96,7 +121,8 @@ class Products:
             self.cores[layer.module] = begin
         else:
             self.begins.setdefault(key, {})[int(expert or 0)] = begin
-            self.unseen.expect(key)
+            if key[1] == "weight" and is_linear(layer.module) and not is_plain_linear(layer.module):
+                self.from_outside.add(layer.module)
 
         def detach() -> None:
             if layer.is_core:
@@ -126,7 +152,8 @@ class Products:
     def _steps(self, *_: Any) -> None:
         self.stepped = True
 
-    def _begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the module is to be called with, if that is something else."""
         frames, task = self.running.frames, backward_pass()
         if self.stepped and not frames and task == -1:
             self.stepped, self.count = False, 0
@@ -135,9 +162,12 @@ class Products:
         self.weights.hold(module)
         if plain := transformed():
             self._refuse_transform(module)
-        else:
-            self.unseen.begins(module)
-        frames.append(RunningModule(module, (args, kwargs), task, plain))
+        boundary = Boundary(args, kwargs) if module in self.from_outside and not plain else None
+        attends, eager = module in self.cores and not plain, task != -1 and not frames
+        if eager:  # computed again, when no forward of the model runs
+            EAGER.__enter__()
+        frames.append(RunningModule(module, (args, kwargs), task, plain, boundary, attends, eager))
+        return (boundary.args, boundary.kwargs) if boundary else None
 
     def _refuse_transform(self, module: nn.Module) -> None:
         """Raises InstrumentError for products of a module that would be rounded, and warns if they are not recorded."""
@@ -152,30 +182,54 @@ class Products:
         frames = self.running.frames
         while frames:
             frame = frames.pop()
+            if frame.eager:
+                EAGER.__exit__()
             if frame.module is module:
                 for tap in frame.results:
                     y: Any = next(tensors_in((result,)), None)
                     with computing:
                         tap(Observed("y", y.detach()))
+                if result is not None:
+                    self._not_seen(frame, result)
                 break
-        if not frames and (result is not None or not sys.exc_info()[0]):
-            self.unseen.ends()
+
+    def _not_seen(self, frame: RunningModule, result: Any) -> None:
+        """Record a linear layer from outside that multiplied in kernels of its own, and refuse a core that did not
+        attend as it is seen."""
+        if frame.boundary and (frame.module, "weight") in self.begins:
+            call = self.begins[frame.module, "weight"][0]()
+            if call.quantizes and FIRST_PASS.findings:
+                FIRST_PASS.findings.unrounded.setdefault(self.names[frame.module], NOT_SEEN)
+            if call.tap:
+                frame.boundary.show(call.tap, weight_of(frame.module), result)
+        if frame.attends and frame.module in self.cores:
+            core = self.cores[frame.module]
+            self._missing(frame.module, core.qk(), core.pv(), "did not call F.scaled_dot_product_attention")
+
+    def _missing(self, module: nn.Module, qk: Call, pv: Call, what: str) -> None:
+        """Refuses a core, or warns if its products are only recorded."""
+        name = self.names[module]
+        if qk.quantizes or pv.quantizes:
+            refuse(name, module, what)
+        elif not (qk.is_plain and pv.is_plain):
+            warnings.warn(refusal({name: module}, {name: what}), stacklevel=2)
 
     def attention(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         """F.scaled_dot_product_attention in a core, as its two calls say; None where they are plain, or elsewhere."""
         frames = self.running.frames
         if (frames and frames[-1].plain) or not (is_ordinary(args[0]) or is_dtensor(args[0])):
             return None  # a tensor of torch.compile, which computes nothing, is not ordinary
-        core = next((self.cores[frame.module] for frame in reversed(frames) if frame.module in self.cores), None)
-        if core is None:
-            if frames and self.rounds_attention and not any(x.is_nested for x in args[:3]):
-                name = next(name for name, module in self.model.named_modules() if module is frames[-1].module)
-                raise InstrumentError(
-                    f"{name or 'the model'} attends, and is not known as an attention core: name it, cores=[{name!r}]"
-                )
+        at = next((at for at in reversed(range(len(frames))) if frames[at].module in self.cores), None)
+        if at is None:
             return None
+        frames[at] = replace(frames[at], attends=False)
+        module = frames[at].module
+        core = self.cores[module]
         qk, pv = core.qk(), core.pv()
         if qk.is_plain and pv.is_plain:
+            return None
+        if in_function():
+            self._missing(module, qk, pv, "attends in the forward method of a torch.autograd.Function")
             return None
 
         def on_parts(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -187,25 +241,58 @@ class Products:
     def product(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], compute: Compute) -> Tensor | None:
         node = torch._C._current_autograd_node()
         if node is None or self._is_forward(node):
-            # What no module computes is of the training loop, or measures.
-            return self._forward(name, args, kwargs, compute) if node or self.running.frames else None
-        number, batched = node._sequence_nr(), node.name() in BATCHED_NODES
+            return self._forward(name, args, kwargs, compute, node is not None)
+        number = node._sequence_nr()
         kept = self.kept.get(number)
         if kept is None:
             if self.forgotten and number in self.forgotten:
                 self._warn_of_forgotten()
             return None
         given = KernelOperands.of(name, args, kwargs)
-        known = ((each, each.shape.backward(given, self.weights)) for each in kept)
-        alike = ((each, each.shape.backward_alike(given, batched)) for each in reversed(kept))
-        for each, orientation in chain(known, alike):
-            if orientation is not None:
-                for part in each.parts:
-                    part.call.rounding.check_differentiable()
-                with computing, torch.no_grad():
-                    return backward(each, orientation, given, compute)
-        self.unseen.backward(kept[0].shape.weight, name, given.left, given.right)
+        if found := self._backward(kept, given, AutogradNode.of(node.name())):
+            each, orientation = found
+            for part in each.parts:
+                part.call.rounding.check_differentiable()
+            with computing, torch.no_grad():
+                return backward(each, orientation, given, compute)
+        self._warn_of_other(kept[0].shape.weight, name, given)
         return None
+
+    def _backward(
+        self, kept: Sequence[KeptProduct], given: KernelOperands, node: AutogradNode
+    ) -> tuple[KeptProduct, Orientation] | None:
+        """The product whose GEMM this is, of those with one number. Each thread counts on its own; what is computed
+        again is computed on the thread of its backward pass. In an autograd function several products may have one
+        input: a wgrad is that of the product whose dgrad had the same gradient, else the one that was seen least."""
+        if len(kept) > 1:
+            kept = sorted(kept, key=lambda each: (each.thread != self.running.thread, -each.thread))
+        known = [(each, found) for each in kept if (found := each.shape.backward(given, self.weights))]
+        alike = ((each, found) for each in kept if (found := each.shape.backward_alike(given, node, each.gradient)))
+        product, orientation = next(chain(known, alike), (None, None))
+        if product is None or orientation is None:
+            return None
+        gradient = memory(given.right if orientation.second_left else given.left)
+        if orientation.gemm is Gemm.DGRAD:
+            product.gradient = gradient
+        elif orientation.gemm is Gemm.WGRAD and known:
+            of_input = [each for each, found in known if found.gemm is Gemm.WGRAD]
+            product = min(of_input, key=lambda each: (each.gradient != gradient, each.wgrads))
+            product.wgrads += 1
+        return product, orientation
+
+    def _warn_of_other(self, weight: MatchedWeight | None, name: str, given: KernelOperands) -> None:
+        """Warns once of a product in the backward pass of this weight's product that is not a GEMM of it, as an
+        autograd function may compute."""
+        left, right = given.left, given.right
+        if weight is None or self.warned_of_other or not left.is_floating_point() or left.shape[-1] < 2:
+            return
+        self.warned_of_other = True
+        module, of_module = weight.held.owners[0]
+        self.show(
+            f"the backward pass of a product by {'.'.join(filter(None, (self.names.get(module, ''), of_module)))} "
+            f"multiplies {list(left.shape)} by {list(right.shape)} ({name}), which is neither its dgrad nor its wgrad: "
+            "such products are neither rounded nor recorded"
+        )
 
     def _warn_of_forgotten(self) -> None:
         self.forgotten = None
@@ -222,23 +309,18 @@ class Products:
             return True
         return torch.is_grad_enabled() and (node.name() not in OWN_NODES or repeated_frame() is not None)
 
-    def _forward(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], compute: Compute) -> Tensor | None:
+    def _forward(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], compute: Compute, again: bool
+    ) -> Tensor | None:
         frame = self.running.frames[-1] if self.running.frames else None
-        if frame and frame.plain:
-            return None
-        if name == VECTOR:
-            if frame and (of_vector := self.weights.of(args[0])):
-                self.unseen.product(frame.module, name, args[0], args[1], of_vector)
+        if frame and (frame.plain or frame.module in self.left):
             return None
         given = KernelOperands.of(name, args, kwargs)
         found = self._weight(given)
-        if found is None:
-            if frame and not in_transform():
-                known = self.weights.of(given.right) or self.weights.of(given.left)
-                self.unseen.product(frame.module, name, given.left, given.right, known)
-            return None
+        if found is None or not (frame or again or calling_module(self.names)):
+            return None  # what no module computes is of the training loop, or measures
         second_left, match, begins = found
-        self.unseen.seen(match.held.owners if match else [(frame.module, "weight")] if frame else [])
+        self._sees(match.held.owners if match else [(frame.module, "weight")] if frame else [])
         if in_transform():
             with in_kernel:
                 for begin in begins.values():
@@ -254,12 +336,25 @@ class Products:
             lead = _leading_axes(x, frame)
             parts = tuple(replace(part, call=replace(part.call, tap=_shaped(part.call, lead))) for part in parts)
         of_weight, of_x = (given.left, given.right) if second_left else (given.right, given.left)
-        trains = match is not None and match.held.trains
-        with_dgrad = of_x.requires_grad or (trains and any(x.requires_grad for x in tensors_in(frame and frame.given)))
-        self._keep(KeptProduct(shape, batch, parts, with_dgrad), with_dgrad or of_weight.requires_grad or trains)
+        trains = match is not None and match.held.needs_gradient
+        below = trains and not of_weight.requires_grad  # autograd, whose tensors have other objects
+        with_dgrad = of_x.requires_grad or (below and any(x.requires_grad for x in tensors_in(frame and frame.given)))
+        kept = KeptProduct(shape, batch, parts, with_dgrad, self.running.thread)
+        self._keep(kept, with_dgrad or of_weight.requires_grad or trains)
         late = frame.results if frame and _adds_bias_later(frame.module, given, match) else None
         with computing, torch.no_grad():
             return forward(given, second_left, batch, parts, compute, late)
+
+    def _sees(self, owners: Sequence[Owner]) -> None:
+        """A product with the weight of these."""
+        self.seen += 1
+        if not self.from_outside:
+            return
+        modules, frames = {module for module, _ in owners}, self.running.frames
+        self.from_outside -= modules
+        for at, running in enumerate(frames):
+            if running.boundary and running.module in modules:
+                frames[at] = replace(running, boundary=None)
 
     def _weight(self, given: KernelOperands) -> tuple[bool, MatchedWeight | None, dict[int, Begin]] | None:
         """(whether the weight is on the left, the weight, what begins the calls of its layers)."""
@@ -269,7 +364,13 @@ class Products:
                 if begins:
                     return is_left, match, begins
         frame = self.running.frames[-1] if self.running.frames else None
-        if frame is None or (frame.module, "weight") not in self.begins or not is_linear(frame.module):
+        if frame is None:
+            return None
+        for operand, is_left in ((given.right, False), (given.left, True)):
+            match = self.weights.copy_in(frame.module, operand)
+            if match and (begins := self._begins_of(match)):
+                return is_left, match, begins
+        if (frame.module, "weight") not in self.begins or not is_linear(frame.module):
             return None
         module: Any = frame.module
         shape, held = (module.out_features, module.in_features), vars(module)["_parameters"].get("weight")
@@ -284,11 +385,16 @@ class Products:
         for frame in reversed(self.running.frames):
             if frame.module in owners:
                 return self.begins.get((frame.module, owners[frame.module]))
+        innermost = self.running.frames[-1].module if self.running.frames else None
+        if innermost is not None and weight_of(innermost) is None and (innermost, "weight") in self.begins:
+            return self.begins[innermost, "weight"]  # a layer that is called with the weight of another
         return next((self.begins[owner] for owner in match.held.owners if owner in self.begins), None)
 
     def _keep(self, kept: KeptProduct, needs_gradient: bool) -> None:
         if not (needs_gradient and (torch.is_grad_enabled() or applying_function())):
             return
+        if backward_pass() != -1 and repeated_frame() is not None:
+            return  # a checkpoint that is not reentrant computes this again for its tensors, not for its graph
         if self.count >= KEPT:
             oldest = next(iter(self.kept))
             del self.kept[oldest]
@@ -343,17 +449,25 @@ def _adds_bias_later(module: Any, given: KernelOperands, match: MatchedWeight | 
     return match is None or any(owner is module for owner, _ in match.held.owners)
 
 
+def _in_front(x: Tensor) -> Sequence[Tensor]:
+    """What x may be a flattened view of: the operand of F.linear, or those of torch.matmul that are no matrices."""
+    if len(whole.operands) < 2:
+        return whole.operands
+    left, right = whole.operands
+    stacked = (*((left,) if left.dim() != 2 else ()), *((right.mT,) if right.dim() > 2 else ()))
+    return stacked or (x,)
+
+
 def _leading_axes(x: Tensor, frame: RunningModule | None) -> tuple[int, ...] | None:
     """The axes in front of the last that the tensor x [..., m, k] has in the model; None for one alone."""
-    candidates: list[Any] = [*(tensors_in(frame.given) if frame else ()), *((x._base,) if x._base is not None else ())]
-    for whole in candidates:
-        local = whole._local_tensor if is_dtensor(whole) else whole
+    candidates: list[Any] = [*_in_front(x), *(tensors_in(frame.given) if frame else ())]
+    for given in (*candidates, x if x._base is None else x._base):
+        local = given._local_tensor if is_dtensor(given) else given
         if local.is_nested or not local.dim():
             continue
-        more = local.dim() > x.dim() or local.dim() == 1 or (x.dim() > 2 and len(x) == 1)
-        if more and local.numel() == x.numel() and local.shape[-1] == x.shape[-1]:
+        if local.numel() == x.numel() and local.shape[-1] == x.shape[-1]:
             return tuple(local.shape[:-1])
-    return tuple(x.shape[:-1]) if x.dim() > 2 else None
+    return None
 
 
 def _shaped(call: Call, lead: tuple[int, ...] | None) -> Tap | None:
@@ -370,38 +484,3 @@ def _shaped(call: Call, lead: tuple[int, ...] | None) -> Tap | None:
         tap(seen)
 
     return show
-
-
-def seen_in_kernels(model: nn.Module, rounds_attention: bool, show: Callable[[str], None], survey: Survey) -> Survey:
-    """The survey, with layers whose products are seen in kernels where that is possible: not those that are only
-    watched, the models of this package, and attention that is written out. The first pass is not watched: show is
-    called with a sentence about what is not seen.
-    """
-    if not survey.watched:
-        return survey
-    others = (module for module in model.modules() if isinstance(module, NOT_PRODUCTS))
-    whole = (layer.module for layer in survey.layers if layer.kernels)
-    products = Products(model, rounds_attention, Unseen(model, (*survey.left, *survey.unseen, *others, *whole), show))
-    found = [*survey.layers, *placed(dict(model.named_modules()), [*_unnamed(model, survey)])]
-    layers = tuple(
-        replace(layer, attach=partial(products.attach, layer), exchanges=False, others=())
-        if (layer.by_sdpa if layer.is_core else not (layer.kernels or layer.is_declared))
-        else layer
-        for layer in distinct(found)
-    )
-    return replace(survey, layers=layers, watched=False)
-
-
-def _unnamed(model: nn.Module, survey: Survey) -> Iterator[Layer]:
-    """The weights that no code of their module names in a product: of autograd functions, and of other modules."""
-    modules = dict(model.named_modules())
-    shapes = own_shapes(modules.values())
-    known = {(layer.module, layer.part) for layer in survey.layers if not (layer.is_core or layer.is_declared)}
-    whole = {layer.module for layer in survey.layers if layer.kernels}
-    for name, module in modules.items():
-        if isinstance(module, NOT_PRODUCTS) or module in survey.left or module in whole:
-            continue
-        owner = OwnProducts(name, module)
-        for layer in own_layers(modules, shapes, name, owner, every=True):
-            if (module, layer.part) not in known:
-                yield layer

@@ -1,8 +1,10 @@
 """Which weight of a model an operand of a product is.
 
-A view of a weight (a transpose, an expert's part of a stack, an expanded matrix) is recognized by its memory. A cast
-copy, such as autocast makes, has memory of its own: autograd's graph leads from it to the weight. A linear layer that
-computes its weight (a parametrization, a 4-bit base that it dequantizes) is recognized by the shape of the product.
+A view of a weight (a transpose, an expert's part of a stack, an expanded matrix) is recognized by its memory. A copy,
+such as autocast's casts, has memory of its own: autograd's graph leads from it to the weight, also from what is
+computed of that value by value. Without gradients it is recognized by its values, in the module that holds the weight.
+A linear layer that computes its weight (a parametrization, a 4-bit base that it dequantizes) is recognized by the shape
+of the product.
 """
 
 from __future__ import annotations
@@ -18,13 +20,15 @@ from torch import Tensor, nn
 from binade.collector.capture.adapters.dtensor import is_dtensor
 from binade.quant.memory import is_ordinary
 
-# The nodes that autograd makes of views and casts.
+# The nodes that autograd makes of views, copies, and of functions of each value, which may have numbers beside it.
 UNARY = frozenset(
-    f"{name}Backward0"
+    f"{name}Backward{number}"
     for name in (
         *("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Expand", "Unsqueeze", "Squeeze"),
         *("ToCopy", "Clone", "Select", "Slice", "Unbind", "Split", "Alias", "AsStrided"),
+        *("Clamp", "ClampMin", "ClampMax", "Mul", "Div", "Add", "Neg", "Exp", "Tanh", "Sigmoid", "Softplus", "Relu"),
     )
+    for number in (0, 1)
 )
 LONGEST = 8  # of these, one after the other
 Owner = tuple[nn.Module, str]  # a module, and the name that the weight has in it
@@ -40,6 +44,13 @@ class HeldWeight:
     ref: weakref.ref[Tensor]
     owners: tuple[Owner, ...]
     trains: bool = False
+
+    @property
+    def needs_gradient(self) -> bool:
+        """Whether it trains. A part of it that is multiplied below autograd, as in a nested tensor's product, does not
+        say so."""
+        weight = self.ref()
+        return self.trains or (weight is not None and weight.requires_grad)
 
     @property
     def is_stack(self) -> bool:
@@ -116,11 +127,24 @@ class ModelWeights:
             self.by_memory[memory(weight)] = [*others, held]
 
     def of(self, x: Tensor) -> MatchedWeight | None:
-        """The weight that x is a view or, if autograd knows it, a cast of."""
+        """The weight that x is a view of, or that autograd knows it to be computed of, value by value."""
         for held in self.by_memory.get(memory(x), ()):
             if held.contains(x):
                 return MatchedWeight(held, held.first_expert(x))
         return self._of_graph(x)
+
+    def copy_in(self, module: nn.Module, x: Tensor) -> MatchedWeight | None:
+        """The weight that a module holds itself and of which x is a copy that autograd does not know: it has the same
+        values, in its own dtype."""
+        if x.requires_grad:
+            return None
+        for name, _ in _weights_of(module):
+            held, weight = self.last[module, name][0], self.last[module, name][0].ref()
+            for expert, matrix in enumerate(() if weight is None else weight if weight.dim() > x.dim() else (weight,)):
+                for same in (matrix, matrix.mT):
+                    if same.shape == x.shape and torch.equal(same.to(x.dtype), x):
+                        return MatchedWeight(held, expert)
+        return None
 
     def _of_graph(self, x: Tensor) -> MatchedWeight | None:
         node: Any = x.grad_fn
@@ -131,7 +155,7 @@ class ModelWeights:
             if (variable := getattr(node, "variable", None)) is not None:
                 held = self.by_parameter.get(id(variable))
                 return MatchedWeight(held, expert, expanded) if held and held.ref() is variable else None
-            if node.name() not in UNARY:
+            if node.name() not in UNARY or any(other for other, _ in node.next_functions[1:]):
                 return None
             expanded = expanded or node.name() == "ExpandBackward0"
             if node.name() == "UnbindBackward0":

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -16,6 +17,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from torch.utils.checkpoint import checkpoint
 
 from binade import Catalog, Filter, Recorder, instrument
+from tests.collector.instrumented import BOTH_WAYS
 
 WORDS = ["iteration", "micro_batch", "layer_index", "tensor_name"]
 
@@ -100,13 +102,15 @@ def without_bubbles(model: Model, batches: Sequence[Tensor]) -> None:
 Backward = Callable[[Model, Sequence[Tensor]], None]
 
 
-def train(root: Path, recipe: str, backward: Backward, checkpoints: str) -> tuple[pd.Series, dict[str, Tensor], Tensor]:
+def train(
+    root: Path, recipe: str, backward: Backward, checkpoints: str, products: Any
+) -> tuple[pd.Series, dict[str, Tensor], Tensor]:
     """The largest magnitude of each recorded tensor, the histories of delayed scaling, and the weights after two steps
     of two micro-batches."""
     torch.manual_seed(0)
     model, recorder = Model(checkpoints), Recorder(root, label="x", iterations=2, scores=(), measures=())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with recorder, instrument(model, recipe, recorder):
+    with recorder, instrument(model, recipe, recorder, products=products):
         for _ in range(2):
             backward(model, [torch.randn(8, 32).requires_grad_() for _ in range(2)])
             optimizer.step()
@@ -139,13 +143,16 @@ LIKE: dict[Backward, Backward] = {
     [one_after_the_other, after_all_forward_passes, from_the_last, of_the_sum, twice, in_parts, without_bubbles],
     ids=lambda backward: backward.__name__.replace("_", "-"),
 )
-def test_a_product_is_counted_once(tmp_path: Path, recipe: str, backward: Backward, checkpoints: str) -> None:
+@BOTH_WAYS
+def test_a_product_is_counted_once(
+    tmp_path: Path, recipe: str, backward: Backward, checkpoints: str, products: Any
+) -> None:
     if backward in PARTIAL and "reentrant" in checkpoints:
         with pytest.raises(RuntimeError, match=REFUSED):
-            train(tmp_path, recipe, backward, checkpoints)
+            train(tmp_path, recipe, backward, checkpoints, products)
         return
-    absmax, histories, weights = train(tmp_path / "plain", recipe, LIKE.get(backward, one_after_the_other), "")
-    given, given_histories, given_weights = train(tmp_path / "given", recipe, backward, checkpoints)
+    absmax, histories, weights = train(tmp_path / "plain", recipe, LIKE.get(backward, one_after_the_other), "", {})
+    given, given_histories, given_weights = train(tmp_path / "given", recipe, backward, checkpoints, products)
     pd.testing.assert_series_equal(given, absmax, rtol=1e-6)
     assert bool(histories) == (recipe != "bf16")
     assert given_histories.keys() == histories.keys()

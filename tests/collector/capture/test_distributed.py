@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -146,6 +146,7 @@ class Case:
     sync: bool = True
     exact: bool = True  # float32, and its results are those of one process
     plain: bool = True  # torch runs it unquantized on a CPU
+    products: Any = field(default_factory=dict)  # how they are seen
 
 
 TP = {"tp": True, "mesh": (1, 2)}
@@ -171,10 +172,15 @@ CASES = {
     "TP, checkpoint": Case(lambda model, mesh: checkpointed(tensor_parallel(model, mesh)), **TP),
     "TP and FSDP2": Case(lambda model, mesh: fsdp2(tensor_parallel(model, mesh), mesh), **TP),
 }
+BY_KERNELS = ("DDP", "FSDP1", "FSDP1, experts", "FSDP2, bfloat16", "FSDP2, checkpoint", "TP", "TP and FSDP2")
+CASES |= {f"{name}, kernels": replace(CASES[name], products="kernel") for name in BY_KERNELS}
 
 
 # Of each way to divide a model.
-REPRESENTATIVES = ("DDP", "DDP, experts", "TP", "DDP, before", "FSDP1", "FSDP2, checkpoint", "TP and FSDP2")
+REPRESENTATIVES = (
+    *("DDP", "DDP, experts", "TP", "DDP, before", "FSDP1", "FSDP2, checkpoint", "TP and FSDP2"),
+    *("FSDP1, kernels", "TP and FSDP2, kernels"),
+)
 
 
 def peer(name: str) -> str:
@@ -225,7 +231,9 @@ def trained(name: str, directory: Path, recipe: str | None, rank: int) -> tuple[
         wrapped = model if case.before else case.wrap(model, mesh)
         if recipe:
             capture = "layer2" if recipe == "mxfp8" else None
-            contexts.enter_context(instrument(wrapped, recipe, recorder, backend="torch", capture=capture))
+            contexts.enter_context(
+                instrument(wrapped, recipe, recorder, backend="torch", capture=capture, products=case.products)
+            )
         wrapped = case.wrap(model, mesh) if case.before else wrapped
         return train(case, wrapped, rank), wrapped
 

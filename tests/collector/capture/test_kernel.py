@@ -4,6 +4,7 @@ against plain modules where the adapters refuse a model.
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -60,6 +61,19 @@ class Reentrant(Checkpointed):
     reentrant = True
 
 
+class Copied(Block):
+    """As many tokens as outputs, and what autograd saves is copied, as where it is kept on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH, bias=False)
+        self.square = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.clone(), lambda saved: saved):
+            return super().forward(self.square(x))
+
+
 class Attention(nn.Module):
     """Heads that share keys and values, and a causal mask."""
 
@@ -70,6 +84,15 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         heads = (layer(x).unflatten(-1, (-1, 8)).transpose(1, 2) for layer in (self.query, self.key, self.value))
         return x + F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(-2)
+
+
+class ReentrantAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.attention, x, use_reentrant=True)
 
 
 class Written(nn.Module):
@@ -214,6 +237,13 @@ def under_autocast(model: nn.Module, micro_batch: int) -> Tensor:
 Loss = Callable[[nn.Module, int], Tensor]
 
 
+def on_another_thread(loss: Tensor) -> None:
+    """A backward pass as on an accelerator, for which autograd has a thread."""
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    thread.join()
+
+
 def trained(root: Path, block: type[nn.Module], recipe: str, loss: Loss, **options: Any) -> tuple[list, pd.DataFrame]:
     torch.manual_seed(0)
     model = Stack(block)
@@ -232,9 +262,7 @@ def test_a_linear_layer_whose_product_is_not_seen_is_named() -> None:
 
     model = nn.Sequential(Vector(WIDTH, WIDTH), Vector(WIDTH, WIDTH))
     with instrument(model, "mxfp8", products="kernel"):
-        with pytest.warns(
-            UserWarning, match=r"0 multiplies by 0.weight \(mv\).* \(so does 1 more module\); 0.weight and 1 more took"
-        ):
+        with pytest.warns(UserWarning, match=r"0 and 1 more \(Vector\) multiplies where products="):
             model(torch.randn(WIDTH))
         with pytest.raises(InstrumentError, match="already instrumented"):
             instrument(model, "mxfp8").__enter__()
@@ -258,7 +286,9 @@ KINDS = {
     "checkpoints": (Checkpointed, squares),
     "checkpoints, autocast": (Checkpointed, under_autocast),
     "reentrant checkpoints": (Reentrant, of_leaf),
+    "copied saved tensors": (Copied, squares),
     "attention": (Attention, squares),
+    "attention in a reentrant checkpoint": (ReentrantAttention, of_leaf),
     "cast and expanded weights": (Written, squares),
     "cast weights, autocast": (Written, under_autocast),
     "weight on the left": (Left, squares),
@@ -283,6 +313,7 @@ def test_bf16_changes_no_bit(tmp_path: Path, kind: str) -> None:
 CASES = [(kind, "nvfp4(rounding=stochastic)") for kind in KINDS]
 CASES += [("linear layers", "fp8_e4m3(history=4)"), ("checkpoints", "fp8_e4m3(history=4)")]
 CASES += [("linear layers", "deepseek_v3"), ("attention", "FA_linear_mxfp8")]
+CASES += [("attention in a reentrant checkpoint", "FA_linear_mxfp8")]
 
 
 @pytest.mark.parametrize(("kind", "recipe"), CASES)
@@ -292,6 +323,22 @@ def test_as_with_the_adapters(tmp_path: Path, kind: str, recipe: str) -> None:
     results, kernel = trained(tmp_path / "kernel", block, recipe, loss, products="kernel")
     assert same(expected, results)
     assert_same(adapters, kernel, kind)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "nvfp4(rounding=stochastic)"])
+@pytest.mark.parametrize("block", [Block, Checkpointed, Reentrant])
+def test_backward_passes_on_other_threads(tmp_path: Path, block: type[nn.Module], recipe: str) -> None:
+    """After two forward passes, of which each is computed again on a thread of its own."""
+    results = []
+    for name, backward in (("kernel", on_another_thread), ("adapters", Tensor.backward)):
+        torch.manual_seed(0)
+        model, options = Stack(block), {"products": name} if name == "kernel" else {}
+        with Recorder(tmp_path / name) as recorder, instrument(model, recipe, recorder, **options):
+            for loss in [of_leaf(model, micro_batch) for micro_batch in range(2)]:
+                backward(loss)
+        results.append(([p.grad for p in model.parameters()], rows(tmp_path / name)))
+    assert same(results[0][0], results[1][0])
+    assert_same(results[1][1], results[0][1])
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "nvfp4(rounding=stochastic)"])

@@ -43,6 +43,7 @@ from binade.data.index.catalog import Catalog
 from binade.data.run.directory import DONE, list_runs
 from binade.data.run.events import read_events
 from tests.collector.instrumented import (
+    BOTH_WAYS,
     CORE,
     LINEAR,
     Recorder,
@@ -467,12 +468,13 @@ def test_a_router_has_a_part_of_the_sequence(two_ranks):
     assert divided == {**tokens, "weight": ("whole", -9), "grad_weight": ("partial", -9)}
 
 
-def test_a_head_is_quantized_only_when_asked_for(tmp_path):
+@BOTH_WAYS
+def test_a_head_is_quantized_only_when_asked_for(tmp_path, products):
     outputs = []
     for options in ({}, {"head": True}):
         model = model_of()
         with Recorder(tmp_path / str(bool(options))) as recorder:
-            with instrument(model, "linear_mxfp8", recorder, backend="torch", **options):
+            with instrument(model, "linear_mxfp8", recorder, backend="torch", products=products, **options):
                 outputs.append(loss(model, 0).detach())
     assert not torch.equal(*outputs)
     assert "head" not in set(rows(tmp_path / "False")["module"])

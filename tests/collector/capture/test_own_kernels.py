@@ -20,7 +20,7 @@ from binade.collector.capture.adapters.layer import InstrumentError
 from binade.data.run.directory import list_runs
 from binade.data.run.events import read_events
 from binade.quant import fake_quantize
-from tests.collector.instrumented import LINEAR, Recorder, names, rows, same, value
+from tests.collector.instrumented import BOTH_WAYS, LINEAR, Recorder, linear_products, names, rows, same, value
 
 FP8 = torch.float8_e4m3fn
 
@@ -96,10 +96,13 @@ def step(model: nn.Module) -> list[Tensor]:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [Half, Quantized, Scaled])
-def test_a_layer_with_kernels_of_its_own_is_recorded_whole_and_not_changed(tmp_path: Path, kind: type[nn.Module]):
+@BOTH_WAYS
+def test_a_layer_with_kernels_of_its_own_is_recorded_whole_and_not_changed(
+    tmp_path: Path, kind: type[nn.Module], products: Any
+):
     model = build(kind)
     alone = step(model)
-    with Recorder(tmp_path) as recorder, instrument(model, "bf16", recorder):
+    with Recorder(tmp_path) as recorder, instrument(model, "bf16", recorder, products=products):
         assert same(alone, step(model))
         assert same(alone, step(model))
     found = rows(tmp_path)
@@ -116,10 +119,11 @@ def test_a_layer_with_kernels_of_its_own_is_recorded_whole_and_not_changed(tmp_p
 
 
 @pytest.mark.parametrize("kind", [Quantized, Scaled])
-def test_what_rounds_by_itself_is_not_rounded_and_that_is_said(tmp_path: Path, kind: type[nn.Module]):
-    model = build(kind)
-    with pytest.warns(UserWarning, match=rf"1 \({kind.__name__}\) multiplies in kernels of its own, so it is recorded"):
-        with Recorder(tmp_path) as recorder, instrument(model, "mxfp8", recorder, backend="torch"):
+@BOTH_WAYS
+def test_what_rounds_by_itself_is_not_rounded_and_that_is_said(tmp_path: Path, kind: type[nn.Module], products: Any):
+    model, text = build(kind), "where products='kernel' does not see it" if products else "in kernels of its own"
+    with pytest.warns(UserWarning, match=rf"1 \({kind.__name__}\) multiplies {text}, so it is recorded"):
+        with Recorder(tmp_path) as recorder, instrument(model, "mxfp8", recorder, backend="torch", products=products):
             y = step(model)[0]
     hidden = fake_quantize(X, "mxfp8") @ fake_quantize(model[0].weight, "mxfp8").t()
     assert torch.equal(y, model[1](hidden))
@@ -127,7 +131,7 @@ def test_what_rounds_by_itself_is_not_rounded_and_that_is_said(tmp_path: Path, k
     assert found.groupby("layer_index")["quant_type"].unique().map(list).to_dict() == {1: ["mxfp8"], 2: ["bf16"]}
     assert found[found.layer_index == 2]["format"].isna().all()
     (run,) = list_runs(tmp_path)[0]
-    assert any("kernels of its own" in str(event) for event in read_events(run.directory))
+    assert any(text in str(event) for event in read_events(run.directory))
     covered = coverage(model, "mxfp8", batch=X)
     assert {row.kind: row.format for row in covered} == {"Linear": "mxfp8", kind.__name__: "bf16"}
 
@@ -164,14 +168,15 @@ class Held(Tensor):
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
-def test_a_weight_that_multiplies_itself_is_watched(tmp_path: Path, recipe: str):
+@BOTH_WAYS
+def test_a_weight_that_multiplies_itself_is_watched(tmp_path: Path, recipe: str, products: Any):
     model = build(nn.Linear)
     values = model[1].weight.detach().clone()
     model[1].weight = nn.Parameter(Held(values))
     alone = step(model)
     with warnings.catch_warnings(), Recorder(tmp_path) as recorder:
         warnings.simplefilter("ignore" if recipe == "mxfp8" else "error")
-        with instrument(model, recipe, recorder, backend="torch"):
+        with instrument(model, recipe, recorder, backend="torch", products=products):
             results = step(model)
     assert same(alone, results) == (recipe == "bf16")
     found = rows(tmp_path)
@@ -287,6 +292,40 @@ def test_a_module_that_multiplies_by_its_layers_weights_in_a_function_is_recorde
         results(model)
 
 
+class InOtherOrder(SwiGLU):
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        x, a, b, hidden, gate, up, down = ctx.saved_tensors
+        grad_hidden, sigmoid = grad @ down, a.sigmoid()
+        grad_a, grad_b = grad_hidden * b * sigmoid * (1 + a * (1 - sigmoid)), grad_hidden * F.silu(a)
+        of_down, of_gate, of_up = grad.t() @ hidden, grad_a.t() @ x, grad_b.t() @ x
+        return grad_b @ up + grad_a @ gate, of_gate, of_up, of_down
+
+
+@pytest.mark.parametrize("function", [SwiGLU, InOtherOrder])
+def test_kernels_see_what_a_function_multiplies_by_the_weights_of_layers(tmp_path: Path, function: Any):
+    """Two of them have one input. The same gradients and rows as of the layers themselves, up to the order of sums."""
+    x, results = torch.randn(8, 16, requires_grad=True), []
+    for is_fused in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(FeedForward(), nn.Linear(16, 16))
+        if is_fused:
+            model[0].forward = lambda x, own=model[0]: function.apply(x, *weights_of(own.gate, own.up, own.down))
+        with Recorder(tmp_path / str(is_fused)) as recorder:
+            with instrument(model, "bf16", recorder, products="kernel" if is_fused else {}):
+                model(x).square().mean().backward()
+        found = rows(tmp_path / str(is_fused)).sort_values(["layer_index", "module", "tensor_name"])
+        results.append(([*found.tensor, *(p.grad for p in model.parameters())], names(found)))
+    assert results[0][1] == results[1][1]
+    for plain, in_function in zip(results[0][0], results[1][0], strict=True):
+        torch.testing.assert_close(in_function, plain)
+    with Recorder(tmp_path / "rounded") as recorder:
+        with instrument(model, "mxfp8", recorder, backend="torch", products="kernel"):
+            model(x).square().mean().backward()
+    for module in ("gate", "up", "down"):
+        linear_products(rows(tmp_path / "rounded"), 1, module)
+
+
 class Grouped(nn.Linear):
     """Two products of halves of the weight's rows, as in DeepSeek-V4."""
 
@@ -332,12 +371,13 @@ class Named(nn.Module):
         return y * decay.sum() + self.bias[0]
 
 
-def test_a_weight_of_any_name_is_the_weight_of_a_layer_where_it_is_multiplied(tmp_path: Path):
+@BOTH_WAYS
+def test_a_weight_of_any_name_is_the_weight_of_a_layer_where_it_is_multiplied(tmp_path: Path, products: Any):
     torch.manual_seed(0)
     model, x = nn.Sequential(Named()), torch.randn(4, 16)
     covered = {(row.paths, row.recorded): row.format for row in coverage(model, "mxfp8")}
     assert covered == {("*", "layer*.fn"): "mxfp8", ("*", "layer*.projection"): "mxfp8"}
-    with Recorder(tmp_path) as recorder, instrument(model, "mxfp8", recorder, backend="torch"):
+    with Recorder(tmp_path) as recorder, instrument(model, "mxfp8", recorder, backend="torch", products=products):
         y = model(x)
         y.sum().backward()
     q, own = partial(fake_quantize, fmt="mxfp8"), model[0]
@@ -354,7 +394,8 @@ def test_a_weight_of_any_name_is_the_weight_of_a_layer_where_it_is_multiplied(tm
     [lambda w: w.detach().t(), lambda w: w.data.t(), lambda w: w.double().float().t()],
     ids=["detach", "data", "cast"],
 )
-def test_a_copy_of_a_weight_of_any_name_is_rounded(copied: Any, frozen: bool):
+@BOTH_WAYS
+def test_a_copy_of_a_weight_of_any_name_is_rounded(copied: Any, frozen: bool, products: Any):
     class Copying(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -364,19 +405,20 @@ def test_a_copy_of_a_weight_of_any_name_is_rounded(copied: Any, frozen: bool):
             return x @ copied(self.w)
 
     model, x = nn.Sequential(Copying()), torch.randn(4, 16)
-    with instrument(model, "mxfp8", backend="torch"), torch.set_grad_enabled(frozen):
+    with instrument(model, "mxfp8", backend="torch", products=products), torch.set_grad_enabled(frozen):
         y = model(x)
     assert torch.equal(y, fake_quantize(x, "mxfp8") @ fake_quantize(model[0].w, "mxfp8").t())
 
 
 @pytest.mark.parametrize("kind", [Grouped, Calling])
-def test_products_of_what_is_made_of_one_weight_are_intercepted(tmp_path: Path, kind: type[nn.Module]):
+@BOTH_WAYS
+def test_products_of_what_is_made_of_one_weight_are_intercepted(tmp_path: Path, kind: type[nn.Module], products: Any):
     model = build(kind)
     alone = step(model)
     with Recorder(tmp_path) as recorder:
-        with instrument(model, "bf16", recorder):
+        with instrument(model, "bf16", recorder, products=products):
             assert same(alone, step(model))
-        with instrument(model, "mxfp8", recorder, backend="torch"):
+        with instrument(model, "mxfp8", recorder, backend="torch", products=products):
             y = step(model)[0]
     q = partial(fake_quantize, fmt="mxfp8")
     hidden = q(X) @ q(model[0].weight).t()
@@ -473,7 +515,8 @@ class OneByte(nn.Linear):
 
 
 @pytest.mark.parametrize("kind", [Packed, FourBits, OneByte])
-def test_a_base_of_codes_is_recorded_at_its_boundary(tmp_path: Path, kind: type[nn.Module]) -> None:
+@BOTH_WAYS
+def test_a_base_of_codes_is_recorded_at_its_boundary(tmp_path: Path, kind: type[nn.Module], products: Any) -> None:
     torch.manual_seed(0)
     model = nn.ModuleDict({"base": kind(), "lora_A": nn.Linear(32, 4)})
     x = torch.randn(8, 32, requires_grad=True)
@@ -487,7 +530,10 @@ def test_a_base_of_codes_is_recorded_at_its_boundary(tmp_path: Path, kind: type[
 
     plain = train()
     assert [row.recorded for row in coverage(model, "bf16") if row.paths == "base"] == ["layer0.base"]
-    with Recorder(tmp_path, tensors=LINEAR, scores=()) as recorder, instrument(model, "bf16", recorder):
+    with (
+        Recorder(tmp_path, tensors=LINEAR, scores=()) as recorder,
+        instrument(model, "bf16", recorder, products=products),
+    ):
         assert all(map(torch.equal, train(), plain))
     base = rows(tmp_path, module="base")
     assert sorted({*base.tensor_name} - {"weight"}) == ["grad_input", "grad_output", "input", "output"]

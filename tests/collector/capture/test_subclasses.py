@@ -15,6 +15,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from binade import Catalog, Filter, Recorder, fake_quantize, instrument
 from binade.collector.capture.adapters.layer import InstrumentError
 from binade.collector.errors import ConfigError
+from tests.collector.instrumented import BOTH_WAYS
 from tests.quant.test_memory import Wrapper
 
 
@@ -111,14 +112,15 @@ class Layers(nn.Module):
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "te_delayed"])
-def test_nested_sequences_are_the_tokens_of_one_dense_sequence(tmp_path: Path, recipe: str) -> None:
+@BOTH_WAYS
+def test_nested_sequences_are_the_tokens_of_one_dense_sequence(tmp_path: Path, recipe: str, products: Any) -> None:
     parts = [torch.randn(5, 32), torch.randn(11, 32)]
     model = Layers()
     results = []
     for name, x in (("dense", torch.cat(parts)), ("nested", torch.nested.nested_tensor(parts, layout=torch.jagged))):
         model.zero_grad()
         recorder = Recorder(tmp_path / name, label="x", iterations=1, measures=())
-        with recorder, instrument(model, recipe, recorder):
+        with recorder, instrument(model, recipe, recorder, products=products if x.is_nested else {}):
             y = model(x)
             y = y.values() if y.is_nested else y
             y.square().mean().backward()
@@ -133,6 +135,20 @@ def test_nested_sequences_that_do_not_lie_one_after_the_other_are_refused(tmp_pa
     x = torch.nested.nested_tensor([torch.randn(5, 32), torch.randn(11, 32)])
     with pytest.raises(InstrumentError, match=r"layers\.0 is called with a nested tensor"), instrument(model, "mxfp8"):
         model.layers[0](x)
+
+
+def test_kernels_see_nested_sequences_that_do_not_lie_one_after_the_other(tmp_path: Path) -> None:
+    parts = [torch.randn(5, 32), torch.randn(11, 32)]
+    results = []
+    for x in (torch.cat(parts), torch.nested.nested_tensor(parts)):
+        layer = Layers().layers[0]
+        layer.load_state_dict({"weight": torch.eye(32).roll(3, 0) * 1.7, "bias": torch.ones(32)})
+        with instrument(layer, "mxfp8", products="kernel"):
+            y = layer(x)
+        (torch.cat(y.unbind()) if y.is_nested else y).square().sum().backward()
+        results.append((torch.cat(y.unbind()) if y.is_nested else y, layer.weight.grad, layer.bias.grad))
+    for dense, nested in zip(*results, strict=True):
+        torch.testing.assert_close(nested, dense)
 
 
 EXPANDED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

@@ -21,6 +21,7 @@ from binade.collector.capture.adapters import torch_modules
 from binade.collector.capture.adapters.layer import InstrumentError
 from binade.data.run.directory import list_runs
 from tests.collector.instrumented import (
+    BOTH_WAYS,
     CORE,
     FORWARD_LINEAR,
     LINEAR,
@@ -847,10 +848,11 @@ def test_other_functions_stay_compiled(tmp_path: Path, how: str, recompute: bool
     assert names(rows(tmp_path)) == counts(2)
 
 
-def test_compiled_functions_in_a_recomputed_core_run_eagerly(monkeypatch: pytest.MonkeyPatch):
+@BOTH_WAYS
+def test_compiled_functions_in_a_recomputed_core_run_eagerly(monkeypatch: pytest.MonkeyPatch, products: Any):
     def trained() -> list:
         model = build(recompute=False)
-        with instrument(model, "FA_mxfp8", backend="torch"):
+        with instrument(model, "FA_mxfp8", backend="torch", products=products):
             return train(model, loss)
 
     expected, counted = trained(), Compiled()

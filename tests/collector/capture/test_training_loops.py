@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from binade.collector import InstrumentError, coverage, instrument
 from binade.data.run.directory import list_runs
 from binade.data.run.events import read_events
 from binade.quant import fake_quantize
-from tests.collector.instrumented import Recorder, rows
+from tests.collector.instrumented import BOTH_WAYS, Recorder, rows
 
 X = torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
 
@@ -180,7 +181,8 @@ def test_the_parts_of_lora_in_a_linear_layer_are_layers(tmp_path: Path):
     assert set(recorded["module"]) == {"lora_A", "lora_B"} and len(recorded) == 4
 
 
-def test_products_of_a_method_that_is_not_forward_are_rounded(tmp_path: Path):
+@BOTH_WAYS
+def test_products_of_a_method_that_is_not_forward_are_rounded(tmp_path: Path, products: Any):
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -194,7 +196,7 @@ def test_products_of_a_method_that_is_not_forward_are_rounded(tmp_path: Path):
 
     torch.manual_seed(0)
     model = Model()
-    with Recorder(tmp_path) as recorder, instrument(model, "mxfp8", recorder, backend="torch"):
+    with Recorder(tmp_path) as recorder, instrument(model, "mxfp8", recorder, backend="torch", products=products):
         y = model.predict(X)
         y.sum().backward()
 
