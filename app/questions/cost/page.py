@@ -79,13 +79,13 @@ def _measure(opened: Catalog, trained: dict[str, Plan], view: View) -> None:
         "Forward passes on the same weights and sequences, without rounding and with each group of products rounded "
         "alone."
     )
-    columns = st.columns([3, 3, 2, 1], vertical_alignment="bottom")
+    columns = st.columns([3, 3, 2, 1, 1], vertical_alignment="bottom")
     labels = labels_of(opened)
     run_id = columns[0].selectbox("Run", list(trained), key="cost_run", format_func=lambda name: labels.get(name, name))
     texts = columns[1].text_input("Formats or recipes", "mxfp4,nvfp4,mxfp8", key="cost_formats")
     by = columns[2].multiselect("Groups", [*GROUPS, "part"], ["part", "site"], key="cost_by")
     sequences = int(columns[3].number_input("Sequences", 2, 10_000, 8, key="cost_sequences"))
-    blocks = columns[3].checkbox("Blocks", key="cost_blocks", help="Own and inherited errors of the blocks’ outputs")
+    blocks = columns[4].checkbox("Blocks", key="cost_blocks", help="Own and inherited errors of the blocks’ outputs")
     formats = tuple(filter(None, map(str.strip, texts.split(","))))
     if not (formats and by):
         return
