@@ -118,11 +118,7 @@ def _opened(
     if source.weights:
         facts["weights"] = {"sha256": f"{source.weights.name}/{_restore(model, source.weights)}"}
         facts["measured_run"] = source.weights.name
-    weights = (
-        describe_weights(checkpoint.path)
-        if checkpoint
-        else f"drawn with seed {config.seed}"
-    )
+    weights = describe_weights(checkpoint.path) if checkpoint else f"drawn with seed {config.seed}"
     where = "that the run holds out" if source.held_out else f"after the first {source.skip}"
     described = (
         f"data: {dataset}, {source.sequences} sequences of {config.sequence_length} tokens {where}",
