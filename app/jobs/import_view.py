@@ -201,4 +201,5 @@ def _run(root: Path, source: Path, options: list[str], say: Callable[[str], obje
                 say((text.splitlines() or [""])[-1])  # where Streamlit ends a script whose page was left
         finally:
             process.terminate()
+        text += printed.read()  # what it has printed since, before it ended
     return process.returncode, text.splitlines()

@@ -66,7 +66,7 @@ def record(
         for result in read_results(writer.directory)
         if result.key.id in ids and result.batch < len(batches)
         if not sizes or len(result.losses) == sizes[result.batch]
-        if result.key.id not in kept or len(with_blocks.get(result.place, ())) == len(result.losses)
+        if result.key.id not in kept or len(with_blocks.get(result.place, ())) >= len(result.losses)
     ]
     clock = _Clock(evaluator, treatments, len(batches), say, progress)
     clock.count = sum(result.key.base is not None for result in known)

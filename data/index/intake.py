@@ -14,8 +14,8 @@ import json
 import os
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Set
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -270,20 +270,26 @@ class Intake:
 
     def _write_records(self, cursor: duckdb.DuckDBPyConnection, runs: list[RunInfo]) -> set[str]:
         """Write the new records of runs. Returns the ids of runs with records that cannot be read."""
+        known: dict[str, dict[str, list[int]]] = {}
+        for run_id, name, *read in cursor.execute("FROM record_file").fetchall():
+            known.setdefault(run_id, {})[name] = read
         refused: set[str] = set()
+        batch: list[_RecordFile] = []
         for run in runs:
-            rows = cursor.execute("FROM record_file WHERE run_id = ?", [run.run_id]).fetchall()
-            known = {name: read for _, name, *read in rows}
+            before = known.get(run.run_id, {})
             files = {name: kind for kind in RECORD_KINDS for name in kind.files(run.directory)}
-            for table in ("record", "record_file") if known.keys() - files.keys() else ():
-                cursor.execute(
-                    f"DELETE FROM {table} WHERE run_id = ? AND file NOT IN (SELECT unnest(?::VARCHAR[]))",
-                    [run.run_id, [*files]],
-                )
+            batch += (_RecordFile(run.run_id, name) for name in before.keys() - files.keys())
             for name, kind in files.items():
-                if problem := _put_records(cursor, run, kind, name, known.get(name, [0] * 5)):
-                    self._skipped.append(f"some {kind.many} of {run.run_id} are not shown: {problem}")
+                if (file := _read_records(run, kind, name, before.get(name))) is None:
+                    continue
+                batch.append(file)
+                if file.lines.problem:
+                    self._skipped.append(f"some {kind.many} of {run.run_id} are not shown: {file.lines.problem}")
                     refused.add(run.run_id)
+            if sum(len(file.lines.values) for file in batch) >= BATCH:
+                _put_records(cursor, batch)
+                batch = []
+        _put_records(cursor, batch)
         return refused
 
     def _read(self, new: Iterable[tuple[_OnDisk, str, int]]) -> Iterator[list[_Segment]]:
@@ -330,6 +336,19 @@ class _Segment:
     name: str
     mtime: int
     tables: dict[str, pa.Table]
+
+
+@dataclass(frozen=True)
+class _RecordFile:
+    """What was read of a file of records. kind: "" if the file is gone; replaces: whether the lines that the index has
+    are no longer those of the file; mark: its inode, size and time, 0 if a line is damaged."""
+
+    run_id: str
+    name: str
+    kind: str = ""
+    replaces: bool = False
+    mark: tuple[int, int, int] = (0, 0, 0)
+    lines: RecordLines[Any] = field(default_factory=RecordLines)
 
 
 @contextmanager
@@ -405,51 +424,59 @@ def _put_runs(cursor: duckdb.DuckDBPyConnection, rows: list[list[Any]]) -> None:
     _insert(cursor, "INSERT OR REPLACE INTO run FROM incoming", table)
 
 
-def _put_records(
-    cursor: duckdb.DuckDBPyConnection, run: RunInfo, kind: RecordKind[Any], name: str, known: list[int]
-) -> str | None:
-    """Write the records of a file that has changed: the new ones if it has only grown, else all. known: its row in the
-    table `record_file`. Returns what is wrong with the file."""
-    inode, size, _, count, stop = known
-    mark, grown = [0, 0, 0], False
+def _read_records(run: RunInfo, kind: RecordKind[Any], name: str, known: list[int] | None) -> _RecordFile | None:
+    """A file of records that has changed: its new lines if it has only grown, else all. known: its row in the table
+    `record_file`, None without one. Returns None if it is as it was."""
+    inode, size, _, count, stop = known or [0] * 5
+    mark, grown = (0, 0, 0), False
     try:
         found = os.stat(run.directory / name, follow_symlinks=False)
-        mark = [found.st_ino, found.st_size, found.st_mtime_ns]
-        if mark == known[:3]:
+        mark = found.st_ino, found.st_size, found.st_mtime_ns
+        if known and mark == tuple(known[:3]):
             return None
         grown = mark[0] == inode and mark[1] > size
         lines = read_lines(kind, run.directory, name, *((stop, count) if grown else ()))
     except OSError as error:
         lines = RecordLines(problem=describe(error))
-    mark = [0, 0, 0] if lines.problem else mark
-    columns: dict[str, list[Any]] = {
-        "iteration": [value["iteration"] if isinstance(value, dict) else value.iteration for value in lines.values],
-        "record": lines.texts,
-        "line": lines.numbers,
-    }
-    for column, word in (("run_id", run.run_id), ("kind", kind.name), ("file", name)):
-        columns[column] = [word] * len(lines.values)
-    with transaction(cursor):
-        if not grown:
-            cursor.execute("DELETE FROM record WHERE run_id = ? AND file = ?", [run.run_id, name])
-        if lines.values:
+    mark = (0, 0, 0) if lines.problem else mark
+    return _RecordFile(run.run_id, name, kind.name, known is not None and not grown, mark, lines)
+
+
+def _put_records(cursor: duckdb.DuckDBPyConnection, files: list[_RecordFile]) -> None:
+    """Write what was read of files of records in one transaction: one for each file would take as long as the disk
+    does, thousands of times."""
+    columns: dict[str, list[Any]] = {name: [] for name in (column.name for column in INDEX_TABLES["record"].columns)}
+    for file in files:
+        values = file.lines.values
+        columns["iteration"] += (value["iteration"] if isinstance(value, dict) else value.iteration for value in values)
+        columns["record"] += file.lines.texts
+        columns["line"] += file.lines.numbers
+        for column, word in (("run_id", file.run_id), ("kind", file.kind), ("file", file.name)):
+            columns[column] += [word] * len(values)
+    with transaction(cursor) if files else nullcontext():
+        for file in files:
+            for table in ("record", "record_file") if not file.kind else ("record",) if file.replaces else ():
+                cursor.execute(f"DELETE FROM {table} WHERE run_id = ? AND file = ?", [file.run_id, file.name])
+        if columns["record"]:
             _insert(cursor, "INSERT INTO record BY NAME FROM incoming", pa.table(columns))
-        row = [run.run_id, name, *mark, lines.count, lines.stop]
-        cursor.execute("INSERT OR REPLACE INTO record_file VALUES (?, ?, ?, ?, ?, ?, ?)", row)
-    return lines.problem
+        rows = [[file.run_id, file.name, *file.mark, file.lines.count, file.lines.stop] for file in files if file.kind]
+        if rows:
+            table = pa.table([*map(pa.array, zip(*rows, strict=True))], names=[f"column{at}" for at in range(7)])
+            _insert(cursor, "INSERT OR REPLACE INTO record_file FROM incoming", table)
 
 
 def _put_effects(cursor: duckdb.DuckDBPyConnection, runs: Iterable[RunInfo]) -> None:
     """Replace the rows of measurements. Lines that are damaged are reported with those of other files."""
-    for run in runs:
-        if experiment_files(run.directory):
-            rows = []
-            with suppress(OSError, RunError, ValueError):
-                rows = effect_rows(run.run_id, run.directory)
-            with transaction(cursor):
-                cursor.execute("DELETE FROM effect WHERE run_id = ?", [run.run_id])
-                if rows:
-                    cursor.executemany(f"INSERT INTO effect VALUES ({', '.join('?' * len(rows[0]))})", rows)
+    rows: list[list[Any]] = []
+    with_files = [run for run in runs if experiment_files(run.directory)]
+    for run in with_files:
+        with suppress(OSError, RunError, ValueError):
+            rows += effect_rows(run.run_id, run.directory)
+    with transaction(cursor) if with_files else nullcontext():
+        ids = [run.run_id for run in with_files]
+        cursor.execute("DELETE FROM effect WHERE run_id IN (SELECT unnest(?::VARCHAR[]))", [ids])
+        if rows:
+            cursor.executemany(f"INSERT INTO effect VALUES ({', '.join('?' * len(rows[0]))})", rows)
 
 
 def _add(cursor: duckdb.DuckDBPyConnection, segments: list[_Segment]) -> None:
@@ -559,8 +586,9 @@ def _mark(directory: str, segments: Iterable[str]) -> tuple[int, ...] | None:
     times = []
     names = ["", "run.json", "status.json", "segments", *(f"segments/{name}" for name in segments)]
     names += [name for name in FORMER if os.path.exists(f"{directory}/{name}")]
-    names += (name for kind in RECORD_KINDS for name in kind.files(Path(directory)))
-    names += experiment_files(Path(directory))
+    path = Path(directory)
+    names += (name for kind in RECORD_KINDS for name in kind.files(path))
+    names += experiment_files(path)
     try:
         for name in names:
             status = os.stat(f"{directory}/{name}")

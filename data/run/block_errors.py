@@ -39,15 +39,17 @@ class BlockErrors(NamedTuple):
 def block_errors(
     results: Iterable[BatchResult], blocks: Mapping[Place, Sequence[Sequence[BlockError]]]
 ) -> dict[str, list[BlockErrors]]:
-    """The errors of the blocks, in the order of the model, by what is rounded: "linear in mxfp4"."""
-    places: dict[str, set[Place]] = {}
+    """The errors of the blocks, in the order of the model, by what is rounded: "linear in mxfp4". blocks: of the run,
+    which may have more sequences of a batch than these results; those count that the largest result has."""
+    sizes: dict[str, dict[Place, int]] = {}  # how many sequences
     for result in results:
         if result.place in blocks:
             group, text = result.key.group, result.key.text
-            places.setdefault(text if group == ALL_PRODUCTS else f"{group} in {text}", set()).add(result.place)
+            own = sizes.setdefault(text if group == ALL_PRODUCTS else f"{group} in {text}", {})
+            own[result.place] = max(len(result.losses), own.get(result.place, 0))
     found: dict[str, list[BlockErrors]] = {}
-    for name, own in places.items():
-        sequences = [sequence for place in sorted(own) for sequence in blocks[place]]
+    for name, own in sizes.items():
+        sequences = [sequence for place in sorted(own) for sequence in blocks[place][: own[place]]]
         for errors in zip(*sequences, strict=True):  # of one block
             layers, received, alone = zip(*errors, strict=True)
             found.setdefault(name, []).append(BlockErrors(layers[0], received, alone))

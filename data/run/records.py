@@ -14,6 +14,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -39,8 +40,9 @@ class RecordKind(Generic[T]):
 
     def files(self, directory: Path) -> list[str]:
         """The files of a run that exist, rank 0's first."""
-        of_ranks = sorted((directory / "ranks").glob(f"rank*.{self.file}"))
-        own = [self.file] if os.path.lexists(directory / self.file) else []
+        ranks = f"{directory}/ranks"  # text: the index looks for the files of all runs each time
+        of_ranks = sorted(Path(ranks).glob(f"rank*.{self.file}")) if os.path.isdir(ranks) else []
+        own = [self.file] if os.path.lexists(f"{directory}/{self.file}") else []
         return own + [f"ranks/{path.name}" for path in of_ranks]
 
 
@@ -82,7 +84,7 @@ def read_lines(kind: RecordKind[T], directory: Path, name: str, start: int = 0, 
     numbers, texts, values = list[int](), list[str](), list[T]()
     count, stop, torn, problem = before, start, 0, None
     content = read_file(directory / name, base=directory, start=start)
-    for number, line in enumerate(content.splitlines(keepends=True), before + 1):
+    for number, line in enumerate(BytesIO(content), before + 1):  # splitlines would also end lines at b"\r"
         _, mark, end = line.rpartition(MARK)
         if not line.endswith(b"\n") and not (mark and b'"}' in end):
             torn += 1

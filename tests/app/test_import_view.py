@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import io
 import json
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from streamlit.testing.v1 import AppTest
 
-from binade.app.jobs.import_view import DIRECTORY, FOLDER, PATH
+from binade.app.jobs.import_view import DIRECTORY, FOLDER, PATH, _run
 from binade.data.index.catalog import Catalog
-from binade.data.run.directory import list_runs
+from binade.data.run.directory import DONE, list_runs
 from tests.app.test_pages import Visit, rerun, words
 
 pytestmark = pytest.mark.slow  # a process for each command
@@ -73,6 +74,19 @@ def test_an_upload_is_recognized_and_then_imported(at: AppTest, tmp_path: Path):
     upload(at, "my state.json", json.dumps(STATE).encode())
     import_now(at)
     assert len(runs(tmp_path)) == 1
+
+
+def test_what_the_importer_prints_while_the_page_is_drawn_is_shown(tmp_path: Path):
+    root, log = tmp_path / "runs", tmp_path / "trainer_state.json"
+    log.write_text(json.dumps(STATE))
+
+    def draw(line: str) -> None:
+        while not (root.exists() and [run for run in list_runs(root)[0] if run.status.state == DONE]):
+            time.sleep(0.05)
+        time.sleep(1)  # the process prints what it has imported, and ends
+
+    status, lines = _run(root, log, [], draw)
+    assert status == 0 and "3 losses (loss), step 1 to 3" in "".join(lines)
 
 
 @pytest.mark.thorough

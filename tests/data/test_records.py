@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import zlib
 from contextlib import closing
 from dataclasses import asdict
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from binade.collector.training.resume import _cut
+from binade.data.index import intake
 from binade.data.index.catalog import Catalog
 from binade.data.index.run_table import events_of, losses_of
 from binade.data.index.sandbox import Sandbox
@@ -78,16 +80,21 @@ def test_what_is_written_after_a_cut_line_is_read(kind: RecordKind[Any], tmp_pat
     assert read(tmp_path, kind) == [*expected[:-1], expected[0]]
 
 
+@pytest.mark.parametrize("byte", [b"x", b"\r"])
 @pytest.mark.parametrize("kind", WRITTEN, ids=lambda kind: kind.name)
-def test_a_damaged_line_costs_itself_only(kind: RecordKind[Any], tmp_path: Path):
+def test_a_damaged_line_costs_itself_only(kind: RecordKind[Any], byte: bytes, tmp_path: Path):
     content, expected = write(tmp_path, kind), plain_all(kind)
     lines = content.splitlines(keepends=True)
     at = lines[1].index(b"iteration") + 12
-    damaged = lines[1][:at] + bytes([lines[1][at] ^ 1]) + lines[1][at + 1 :]
+    damaged = lines[1][:at] + byte + lines[1][at + 1 :]
     (tmp_path / kind.file).write_bytes(b"".join([lines[0], damaged, *lines[2:]]))
     found = read_lines(kind, tmp_path, kind.file)
     assert [plain(value) for value in found.values] == [expected[0], *expected[2:]]
-    assert found.problem is not None and f"line 2 of its {kind.file} is damaged: it has CRC-32" in found.problem
+    assert (
+        found.torn == 0
+        and found.problem is not None
+        and f"line 2 of its {kind.file} is damaged: it has CRC-32" in found.problem
+    )
 
 
 def plain_all(kind: RecordKind[Any]) -> list[Any]:
@@ -147,6 +154,18 @@ def test_the_index_follows_files_that_grow_are_cut_replaced_and_deleted(run: Pat
     append_record(run, LOSS, more)
     with Catalog.open(run.parent) as again:
         assert in_index(again, run) == [more]
+
+
+def test_many_files_are_written_in_one_transaction(run: Path, monkeypatch: pytest.MonkeyPatch):
+    """One for each file took a root of 600 runs from one second to twelve."""
+    for number in range(20):
+        shutil.copytree(run, run.with_name(f"{run.name}_{number}"))
+    writes = []
+    monkeypatch.setattr(intake, "_put_records", lambda *given, put=intake._put_records: writes.append(put(*given)))
+    with Catalog.open(run.parent) as catalog:
+        assert writes == [None]
+        found = catalog.records(LOSS, [path.name for path in run.parent.iterdir() if path.is_dir()])
+        assert len(found) == 21 and all(steps == STEPS for steps in found.values())
 
 
 def test_damage_is_reported_each_time_and_the_other_lines_are_shown(run: Path):

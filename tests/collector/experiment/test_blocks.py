@@ -172,3 +172,10 @@ def test_the_command_adds_them_to_what_it_has_measured(tmp_path: Path, capsys: p
     assert (rows[1].error.value, rows[1].error.low, rows[1].error.high) == pytest.approx((mean, low, high))
     files = experiment_files(run.directory)
     assert main([*line, "--blocks"]) == 0 and experiment_files(run.directory) == files
+    fewer = [*line, "--blocks", "--sequences", "2", "--micro-batch-size", "3"]
+    assert main([*line, "--blocks", "--micro-batch-size", "3"]) == 0 and main(fewer) == 0
+    files = {run.run_id: experiment_files(run.directory) for run in list_runs(tmp_path)[0]}
+    capsys.readouterr()
+    assert main(fewer) == 0
+    assert {run.run_id: experiment_files(run.directory) for run in list_runs(tmp_path)[0]} == files
+    assert "2 sequences" in (printed := capsys.readouterr().out) and "3 sequences)" not in printed
