@@ -13,7 +13,7 @@ from binade.quant.identification.fitting import neighbors
 from binade.quant.quantizer import fake_quantize
 from binade.quant.reference import from_blocks, per_group, to_blocks
 from binade.quant.rounding import round_to_element
-from binade.quant.scheme import nan_max, read_back, scaled
+from binade.quant.scheme import Factors, nan_max, read_back, scaled
 from binade.quant.specs import Spec
 
 SMALLEST_NORMAL = 2.0**-126
@@ -25,6 +25,7 @@ class Alteration:
 
     before   of the values x, any shape
     scale    of the block scales [groups, 1], with x [groups, block], the spec and the absmax of the outer blocks
+    encode   x over its scale, of blocks of x and the factors of their scale
     scaled   of x over its scale
     round    of x over its scale: how it is rounded, with the spec
     values   of the rounded values, with the spec and x over its scale
@@ -34,6 +35,7 @@ class Alteration:
     words: str
     before: Callable[[Tensor], Tensor] | None = None
     scale: Callable[[Tensor, Tensor, Spec, Tensor], Tensor] | None = None
+    encode: Callable[[Tensor, Factors], Tensor] = scaled
     scaled: Callable[[Tensor], Tensor] | None = None
     round: Callable[[Tensor, Spec], Tensor] | None = None
     values: Callable[[Tensor, Spec, Tensor], Tensor] | None = None
@@ -48,7 +50,7 @@ class Alteration:
         if self.scale:
             scale = self.scale(scale, blocks, spec, outer)
         factors = spec.scaling.factors(scale, spec, outer)
-        encoded = scaled(blocks, factors)
+        encoded = self.encode(blocks, factors)
         if self.scaled:
             encoded = self.scaled(encoded)
         if self.round:
@@ -104,6 +106,12 @@ def _of_bf16(scale: Tensor, x: Tensor, spec: Spec, absmax: Tensor) -> Tensor:
     if spec.scaling.factors(scale, spec, absmax).encode is scale:
         return (1 / scale).to(BF16).float().reciprocal()
     return scale.to(BF16).float()
+
+
+def _divided(x: Tensor, factors: Factors) -> Tensor:
+    """x / scale, which a spec computes as x times float32(1 / scale)."""
+    scale = read_back(torch.ones((), device=x.device), factors)
+    return torch.where(scale == 0, scaled(x, factors), x / scale)
 
 
 def _toward_zero(encoded: Tensor, spec: Spec) -> Tensor:
@@ -168,6 +176,7 @@ ALTERATIONS = (
     Alteration("scales are rounded up when they are stored", scale=_stored(True)),
     Alteration("scales are rounded down when they are stored", scale=_stored(False)),
     Alteration("scales are rounded to bfloat16", scale=_of_bf16),
+    Alteration("x is divided by its scale, and not multiplied by the reciprocal", encode=_divided),
     TOWARD_ZERO,
     AWAY_FROM_ZERO,
     Alteration("values are rounded down", round=_down),
