@@ -70,7 +70,9 @@ class Matcher:
             return _compared(pair, self._nearest[kind])
         part = next(pair.parts(possible[0], PART))
         identified = identify(part.x, part.q, among=possible, dim=-1, absmax=float(pair.absmax))
-        best = (*identified.matches, *identified.nearest)[0]
+        best = next(iter((*identified.matches, *identified.nearest)), None)
+        if best is None:
+            return None
         self._nearest[kind] = best.spec
         of_part = f", of the first {len(part.x):,} of {len(pair.x):,} lines" if len(part.x) < len(pair.x) else ""
         return replace(_compared(pair, best.spec), identified=f"{best}{of_part}")

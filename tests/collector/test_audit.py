@@ -174,6 +174,75 @@ def test_scales_of_another_layout_are_a_finding_and_the_others_are_audited(tmp_p
     assert len([weight for weight in audit.weights if weight.stored]) == 5
 
 
+def _shaped(rows: int, *scale: int) -> Callable[[Tensors, dict], None]:
+    return lambda tensors, _: tensors.update(
+        {f"{MODULE}.weight": tensors[f"{MODULE}.weight"][:rows], SCALE: torch.ones(scale).to(tensors[SCALE].dtype)}
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "finding"),
+    [
+        ("compressed_tensors_fp8", _shaped(0, 0, 1), "weight is 0 x 64: expected two axes or more, with values"),
+        ("autoawq", lambda t, _: t.update({f"{MODULE}.qweight": t[f"{MODULE}.qweight"][:0]}), "is 0 x 4: expected"),
+        (
+            "modelopt_fp8",
+            lambda t, _: t.update({f"{MODULE}.weight": t[f"{MODULE}.weight"].reshape(-1)}),
+            "weight is 2048: expected two axes",
+        ),
+        ("compressed_tensors_fp8", _shaped(32, 1, 32), "its values are not those of the original"),
+        (
+            "compressed_tensors_fp8",
+            lambda t, _: t.update({"lm_head.weight": t["lm_head.weight"].long()}),
+            "lm_head.weight is I64, but only F64, F32, F16, BF16 can be loaded",
+        ),
+        (
+            "compressed_tensors_fp8",
+            lambda t, _: t.pop("lm_head.weight"),
+            "there is no lm_head.weight, which the original has",
+        ),
+        ("modelopt_nvfp4", lambda t, _: t.update({f"{SCALE}_2": torch.ones(0)}), "do not fit together: "),
+        ("autoawq", _config(group_size=10**30), "down_proj.scales has 2 groups, but the inputs belong to 1"),
+        ("compressed_tensors_fp8", _config(ignore=[f"x{i}" for i in range(999)]), "ignore 'x0' and 998 more names no"),
+    ],
+    ids="rows,words,one axis,columns of scales,integers,lacking,no factor,group,many rules".split(","),
+)
+def test_a_weight_that_is_no_matrix_of_values_is_a_finding(name, change, finding, tmp_path):
+    audit = binade.audit(changed(tmp_path, name, change), ORIGINAL, tmp_path / "runs")
+    assert sum(finding in text for text in audit.findings) == 1, audit.findings
+    assert len(audit.weights) >= 3
+
+
+def test_a_tensor_that_the_index_names_and_no_file_has_is_a_finding(tmp_path):
+    copy = changed(tmp_path, "compressed_tensors_fp8", lambda tensors, config: None)
+    names = dict.fromkeys([*load_file(copy / "model.safetensors"), "model.norm2.weight"], "model.safetensors")
+    (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    audit = binade.audit(copy, root=tmp_path / "runs")
+    assert audit.findings == ("the index says that model.safetensors has model.norm2.weight, which it does not have",)
+
+
+def test_tiles_of_experts_do_not_reach_into_the_next_expert(tmp_path):
+    """Experts of 200 rows with tiles of 128, each quantized on its own."""
+    x = torch.randn(3, 200, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    tiles = torch.nn.functional.pad(x.float(), (0, 0, 0, 56)).reshape(3, 2, 128, 2, 128)
+    scale = tiles.abs().amax((2, 4)) / 448
+    codes = (tiles * (1 / scale)[:, :, None, :, None]).to(torch.float8_e4m3fn).reshape(3, 256, 256)[:, :200]
+    name = "model.layers.0.mlp.experts.down_proj"
+    settings = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    for folder, tensors, config in (
+        ("original", {name: x}, {}),
+        ("quantized", {name: codes.contiguous(), f"{name}_scale_inv": scale}, settings),
+    ):
+        (tmp_path / folder).mkdir()
+        save_file(tensors, tmp_path / folder / "model.safetensors")
+        (tmp_path / folder / "config.json").write_text(json.dumps(config))
+    audit = binade.audit(tmp_path / "quantized", tmp_path / "original", tmp_path / "runs")
+    (weight,) = audit.weights
+    assert weight.block == "every 128 × 128 values" and weight.match is not None
+    assert (weight.match.differing, weight.match.values) == (0, x.numel())
+    assert "scale=float32" in str(weight.match.spec)
+
+
 def test_a_gguf_file_is_audited_against_its_original(tmp_path):
     original = reference(True)
     original.save_pretrained(tmp_path / "original")
