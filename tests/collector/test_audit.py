@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -20,11 +23,11 @@ from binade.app.questions.shared.selection import recorded_in
 from binade.cli import main
 from binade.collector.audit.result import Audit
 from binade.data.compare.difference import difference
-from binade.data.exchange.quantized.files import SafetensorsCheckpoint
 from binade.data.index.catalog import Catalog
-from binade.data.run.directory import read_run
+from binade.data.run.directory import DONE, list_runs, read_run
 from binade.data.run.verify import verify
 from binade.quant.specs import Spec
+from tests.bench.bench_audit import make
 from tests.collector.test_directory import reference, write_gguf
 from tests.data.test_quantized import CHECKPOINTS, MODULE, NAMES, by_hand
 
@@ -292,13 +295,48 @@ def test_a_damaged_checkpoint_is_one_line_and_leaves_no_run(case, tmp_path, caps
     assert not list(root.glob("*/run.json"))
 
 
-def test_memory_holds_one_weight_at_a_time(monkeypatch):
-    """Weights are read when they are reached, and only those that are."""
-    read: list[str] = []
-    tensor = SafetensorsCheckpoint._tensor
-    monkeypatch.setattr(SafetensorsCheckpoint, "_tensor", lambda self, name: read.append(name) or tensor(self, name))
-    from binade.collector.audit.weights import AuditedCheckpoint
+PEAKS = """
+import resource, sys
+from pathlib import Path
+import binade
+for name in ("one", "many"):
+    folder = Path(sys.argv[1]) / name
+    binade.audit(folder / "quantized", folder / "original", folder / "runs")
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
 
-    weights = AuditedCheckpoint(CHECKPOINTS / "autoawq").weights()
-    next(weights)
-    assert read == ["lm_head.weight"]
+
+def test_memory_holds_one_weight_at_a_time(tmp_path):
+    """The peak of resident memory, in a process of its own, of one weight and then of twelve: less than two more."""
+    size = 1024
+    make(tmp_path / "one", size, 1)
+    make(tmp_path / "many", size, 12)
+    printed = subprocess.run([sys.executable, "-c", PEAKS, tmp_path], check=True, capture_output=True, text=True).stdout
+    one, many = map(int, printed.split())
+    assert many - one < 2 * 4 * size**2
+
+
+INTERRUPTED = """
+import os, signal, sys
+import binade
+from binade.data.index.catalog import Catalog
+binade.audit(sys.argv[1], root=sys.argv[2])  # an earlier one
+from binade.collector.audit import run
+run.audit(sys.argv[1], root=sys.argv[2], progress=lambda done, total: done == 4 and os.kill(os.getpid(), int(sys.argv[3])))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_an_audit_that_is_ended_leaves_the_one_before_it(number, tmp_path):
+    """What the run had before can be read, nothing else is in it, and another audit replaces it."""
+    command = [sys.executable, "-c", INTERRUPTED, CHECKPOINTS / "modelopt_mxfp8", tmp_path, str(int(number))]
+    assert subprocess.run(command, capture_output=True, check=False).returncode != 0
+    (run,) = list_runs(tmp_path)[0]
+    assert run.status.tensors == 9
+    assert verify(tmp_path).damaged == []
+    with Catalog.open(tmp_path) as catalog:
+        assert len(catalog.tensors(binade.Filter())) == 9
+    again = binade.audit(CHECKPOINTS / "modelopt_mxfp8", root=tmp_path)
+    assert again.run_id == run.run_id and [one.run_id for one in list_runs(tmp_path)[0]] == [run.run_id]
+    assert read_run(tmp_path / run.run_id).status.state == DONE
+    assert not [path.name for path in (tmp_path / run.run_id).rglob("*") if "tmp" in path.name or "staged" in path.name]

@@ -114,7 +114,7 @@ def packed(stored: StoredWeight) -> Decoded:
     codes = (dense(stored.tensor("codes"), bits, columns) - offset).float()
     zero = None
     if "zero" in stored.sizes:
-        words = stored.tensor("zero").mT.contiguous()
+        words = stored.tensor("zero").transpose(-2, -1).contiguous()
         zero = (dense(words, bits, codes.shape[-2]) - offset).float().mT
     return scaled(stored, codes, zero=zero)
 
