@@ -67,7 +67,8 @@ def _weight(
         elif x.shape != decoded.values.shape:
             findings.append(f"it is {by(decoded.values.shape)}, and {by(x.shape)} in the original")
         elif weight.stored:
-            error = errors(x.float(), decoded.values)
+            x = x.float()
+            error = errors(x, decoded.values)
             match = matcher.match(x, weight)
             if error.relative_error > WRONG:
                 findings.append(f"relative error {error.relative_error:.3g}: its values are not those of the original")

@@ -208,7 +208,7 @@ def _shaped(rows: int, *scale: int) -> Callable[[Tensors, dict], None]:
         ("autoawq", _config(group_size=10**30), "down_proj.scales has 2 groups, but the inputs belong to 1"),
         ("compressed_tensors_fp8", _config(ignore=[f"x{i}" for i in range(999)]), "ignore 'x0' and 998 more names no"),
     ],
-    ids="rows,words,one axis,columns of scales,integers,lacking,no factor,group,many rules".split(","),
+    ids=["rows", "words", "one axis", "columns of scales", "integers", "lacking", "no factor", "group", "many rules"],
 )
 def test_a_weight_that_is_no_matrix_of_values_is_a_finding(name, change, finding, tmp_path):
     audit = binade.audit(changed(tmp_path, name, change), ORIGINAL, tmp_path / "runs")
@@ -322,7 +322,8 @@ import binade
 from binade.data.index.catalog import Catalog
 binade.audit(sys.argv[1], root=sys.argv[2])  # an earlier one
 from binade.collector.audit import run
-run.audit(sys.argv[1], root=sys.argv[2], progress=lambda done, total: done == 4 and os.kill(os.getpid(), int(sys.argv[3])))
+end = lambda done, total: done == 4 and os.kill(os.getpid(), int(sys.argv[3]))
+run.audit(sys.argv[1], root=sys.argv[2], progress=end)
 """
 
 

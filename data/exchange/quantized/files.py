@@ -127,7 +127,9 @@ class SafetensorsCheckpoint:
         with self._explained(name):
             stored = self.stored(name)
             if len(stored.sizes["codes"]) < 2 or 0 in stored.sizes["codes"]:
-                raise LayoutError(f"{stored.names['codes']} is {by(stored.sizes['codes'])}: expected two axes or more, with values")
+                raise LayoutError(
+                    f"{stored.names['codes']} is {by(stored.sizes['codes'])}: expected two axes or more, with values"
+                )
             return weight.layout.shape(stored)
 
     def check(self) -> None:

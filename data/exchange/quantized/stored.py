@@ -207,8 +207,9 @@ def scaled(
     block: Block | None = None,
     zero: Tensor | None = None,
 ) -> Decoded:
-    """(codes - zero) times scale, codes float32 [..., out, in]. The scale is multiplied by a factor of the tensor, or
-    divided by it, first. block: what shares a scale; None: as the settings or the shapes say."""
+    """(codes - zero) times scale, codes float32 [..., out, in], which are overwritten. The scale is multiplied by a
+    factor of the tensor, or divided by it, first. block: what shares a scale; None: as the settings or the shapes
+    say."""
     scale = _factors(stored.tensor("scale"))
     lengths = _lengths(stored, codes, block)
     if stored.facts.get("is_swizzled_scales") and block:
@@ -235,7 +236,7 @@ def scaled(
             outer = stored.tensor(name).float()
             outer = outer.reshape(-1, *[1] * (codes.dim() - 1)) if outer.numel() > 1 else outer.reshape(())
             whole = whole * outer if name == "outer" else whole / outer
-    return Decoded(codes * whole, scale, element, block or _block(scale, codes, lengths))
+    return Decoded(codes.mul_(whole), scale, element, block or _block(scale, codes, lengths))
 
 
 def _factors(scale: Tensor) -> Tensor:
