@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from binade.collector.audit.matching import Matcher
 from binade.collector.audit.result import Audit, AuditedWeight
 from binade.collector.audit.weights import AuditedCheckpoint, CheckpointWeight
 from binade.collector.errors import ConfigError
+from binade.data.exchange.quantized.rules import Rule
 from binade.data.exchange.quantized.stored import by
 from binade.data.words.text import and_more, counted
 from binade.quant.metrics import errors
@@ -43,6 +45,8 @@ class Auditing:
     def result(self, run_id: str = "") -> Audit:
         """The audit of all weights that were reached."""
         findings = [*_of_config(self.checkpoint, self._found), *self.checkpoint.problems.values()]
+        if self._original and (lacking := sorted({*self._original.names} - self.checkpoint.all_names)):
+            findings.append(f"there is no {lacking[0]}{and_more(lacking)}, which the original has")
         findings += [f"{weight.name}: {finding}" for weight in self._found for finding in weight.findings]
         return Audit(
             self.path, self.against, self.checkpoint.method, tuple(self._found), tuple(findings), run_id
@@ -63,7 +67,8 @@ def _weight(
         elif x.shape != decoded.values.shape:
             findings.append(f"it is {by(decoded.values.shape)}, and {by(x.shape)} in the original")
         elif weight.stored:
-            error = errors(x.float(), decoded.values)
+            x = x.float()
+            error = errors(x, decoded.values)
             match = matcher.match(x, weight)
             if error.relative_error > WRONG:
                 findings.append(f"relative error {error.relative_error:.3g}: its values are not those of the original")
@@ -96,13 +101,16 @@ def _of_scales(scales: Tensor) -> Iterator[str]:
 def _of_config(checkpoint: AuditedCheckpoint, weights: list[AuditedWeight]) -> Iterator[str]:
     """What the configuration says and the tensors do not do."""
     stored = {weight.name.removesuffix(".weight"): weight.stored for weight in weights}
+    modules, unused = checkpoint.modules, defaultdict[str, list[Rule]](list)
     for rule in checkpoint.rules:
         if rule.damaged:
             yield f"{rule} is no regular expression that can be read: {rule.damaged}"
-        elif not (named := [module for module in checkpoint.modules if rule.matches(module)]):
-            yield f"{rule} names no module of the checkpoint"
+        elif not (named := [module for module in modules if rule.matches(module)]):
+            unused[rule.key].append(rule)
         elif rule.excludes:
             if quantized := sorted(module for module in named if stored.get(module)):
                 yield f"{rule} leaves out {quantized[0]}{and_more(quantized)}, which is quantized"
         elif plain := sorted(name for name in named if stored.get(name) == "" and not checkpoint.excluding(name)):
             yield f"{rule} quantizes {plain[0]}{and_more(plain)}, which is not quantized"
+    for rules in unused.values():
+        yield f"{rules[0]}{and_more(rules)} names no module of the checkpoint"

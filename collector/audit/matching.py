@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -15,6 +16,7 @@ from binade.quant.options import Block
 from binade.quant.specs import Spec
 
 Kind = tuple[Element, Block]
+PART = 1 << 20  # values that are rounded at once, and of which `identify` is asked
 MOST = 4  # specs that are compared on all values of a weight, the simplest first
 
 
@@ -65,20 +67,22 @@ class Matcher:
         if found and not found.apart:
             return found
         if kind in self._nearest:
-            return _compared(pair, self._nearest[kind], pair)
-        identified = identify(x, weight.decoded.values, among=possible, dim=-1)
-        best = (*identified.matches, *identified.nearest)[0]
+            return _compared(pair, self._nearest[kind])
+        part = next(pair.parts(possible[0], PART))
+        identified = identify(part.x, part.q, among=possible, dim=-1, absmax=float(pair.absmax))
+        best = next(iter((*identified.matches, *identified.nearest)), None)
+        if best is None:
+            return None
         self._nearest[kind] = best.spec
-        same = _compared(pair, best.spec, pair)
-        return replace(same, identified=str(best))
+        of_part = f", of the first {len(part.x):,} of {len(pair.x):,} lines" if len(part.x) < len(pair.x) else ""
+        return replace(_compared(pair, best.spec), identified=f"{best}{of_part}")
 
     def _of_specs(self, pair: Pair, possible: list[Spec]) -> Match | None:
         """The specs that make all values, else one that comes nearest; None if none is near in a few blocks."""
-        few = {spec: pair.few(spec) for spec in pair.surviving(possible)}
-        tried = {spec: _compared(part, spec, pair) for spec, part in few.items()}
+        tried = {spec: _matched(spec, [pair.few(spec)], pair) for spec in pair.surviving(possible)}
         near = [spec for spec in tried if not tried[spec].apart]
         near = [spec for spec in near if not tried[spec].differing] or near
-        found = [_compared(pair, spec, pair) for spec in near[:MOST]]
+        found = [_compared(pair, spec) for spec in near[:MOST]]
         best = min(found, key=lambda match: (match.apart, match.differing), default=None)
         if best is None or best.apart:
             return best
@@ -86,7 +90,18 @@ class Matcher:
         return replace(best, making=tuple(m.spec for m in found if not (m.differing if exact else m.apart)))
 
 
-def _compared(part: Pair, spec: Spec, whole: Pair) -> Match:
-    """A part of a pair against the spec, with the scales of the whole."""
-    y = whole.rounded(spec, part)
-    return Match(spec, int(differs(y, part.q).sum()), int(is_apart(y, part.q).sum()), part.q.numel())
+def _compared(pair: Pair, spec: Spec) -> Match:
+    """All values against the spec."""
+    return _matched(spec, pair.parts(spec, PART), pair)
+
+
+def _matched(spec: Spec, parts: Iterable[Pair], whole: Pair) -> Match:
+    """Parts of a pair against the spec, with the tensor scale of the whole."""
+    differing = apart = values = 0
+    for part in parts:
+        y = whole.rounded(spec, part)
+        different = differs(y, part.q)
+        differing += int(different.sum())
+        apart += int(is_apart(y[different], part.q[different]).sum())
+        values += part.q.numel()
+    return Match(spec, differing, apart, values)

@@ -65,7 +65,10 @@ class AuditedCheckpoint:
             self._safetensors = checkpoint = SafetensorsCheckpoint(path)
         self.method, self.files = str(checkpoint.settings.get("quant_method") or ""), checkpoint.files
         self.rules = rules_of(checkpoint.settings)
-        self.problems = dict(checkpoint.broken)
+        self.problems = {
+            name: f"the index says that {file} has {name}, which it does not have"
+            for name, file in checkpoint.absent.items()
+        } | checkpoint.broken
         self.sizes = {name: place.size for name, place in checkpoint.plain.items() if place.dtype in DTYPES}
         for name in checkpoint.quantized:
             try:
@@ -79,9 +82,14 @@ class AuditedCheckpoint:
         return sorted((name for name, size in self.sizes.items() if len(size) > 1), key=natural)
 
     @property
+    def all_names(self) -> set[str]:
+        """The names of all tensors, those that cannot be decoded included."""
+        return {*self.sizes, *self.problems}
+
+    @property
     def modules(self) -> set[str]:
         """The paths of all modules that have a tensor. The head may be tied to the embedding."""
-        named = {name.removesuffix(".weight") for name in (*self.sizes, *self.problems)}
+        named = {name.removesuffix(".weight") for name in self.all_names}
         parents = {name.rpartition(".")[0] for name in named if not name.endswith(".weight")}
         return named | parents | {"lm_head"}
 

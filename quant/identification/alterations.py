@@ -13,7 +13,7 @@ from binade.quant.identification.fitting import neighbors
 from binade.quant.quantizer import fake_quantize
 from binade.quant.reference import from_blocks, per_group, to_blocks
 from binade.quant.rounding import round_to_element
-from binade.quant.scheme import nan_max, read_back, scaled
+from binade.quant.scheme import Factors, nan_max, read_back, scaled
 from binade.quant.specs import Spec
 
 SMALLEST_NORMAL = 2.0**-126
@@ -25,7 +25,7 @@ class Alteration:
 
     before   of the values x, any shape
     scale    of the block scales [groups, 1], with x [groups, block], the spec and the absmax of the outer blocks
-    divides  whether x is divided by its scale where the spec multiplies by the reciprocal, which rounds
+    encode   x over its scale, of blocks of x and the factors of their scale
     scaled   of x over its scale
     round    of x over its scale: how it is rounded, with the spec
     values   of the rounded values, with the spec and x over its scale
@@ -35,7 +35,7 @@ class Alteration:
     words: str
     before: Callable[[Tensor], Tensor] | None = None
     scale: Callable[[Tensor, Tensor, Spec, Tensor], Tensor] | None = None
-    divides: bool = False
+    encode: Callable[[Tensor, Factors], Tensor] = scaled
     scaled: Callable[[Tensor], Tensor] | None = None
     round: Callable[[Tensor, Spec], Tensor] | None = None
     values: Callable[[Tensor, Spec, Tensor], Tensor] | None = None
@@ -50,8 +50,7 @@ class Alteration:
         if self.scale:
             scale = self.scale(scale, blocks, spec, outer)
         factors = spec.scaling.factors(scale, spec, outer)
-        single = factors.encode is not None and factors.scale is not None and factors.outer is None
-        encoded = blocks / factors.scale if self.divides and single else scaled(blocks, factors)  # type: ignore[operator]
+        encoded = self.encode(blocks, factors)
         if self.scaled:
             encoded = self.scaled(encoded)
         if self.round:
@@ -110,6 +109,12 @@ def _of_bf16(scale: Tensor, x: Tensor, spec: Spec, absmax: Tensor) -> Tensor:
     return scale.to(BF16).float()
 
 
+def _divided(x: Tensor, factors: Factors) -> Tensor:
+    """x / scale, which a spec computes as x times float32(1 / scale)."""
+    scale = read_back(torch.ones((), device=x.device), factors)
+    return torch.where(scale == 0, scaled(x, factors), x / scale)
+
+
 def _toward_zero(encoded: Tensor, spec: Spec) -> Tensor:
     return _unless_special(neighbors(encoded, spec.format.element)[0], encoded, spec, torch.inf)
 
@@ -163,7 +168,6 @@ ALTERATIONS = (
     Alteration("the result is rounded to bfloat16", after=_cast(BF16)),
     Alteration("the result is rounded to float16", after=_cast(FP16)),
     Alteration("x and the result are rounded to bfloat16", before=_cast(BF16), after=_cast(BF16)),
-    Alteration("x is divided by its scale, not multiplied by the reciprocal", divides=True),
     Alteration("-0 becomes 0", after=lambda y: y + 0.0),
     Alteration("0 keeps the sign of x", values=_signed_zero),
     Alteration("float32 subnormals of x are flushed to 0",
@@ -178,6 +182,7 @@ ALTERATIONS = (
     Alteration("scales are rounded up when they are stored", scale=_stored(True)),
     Alteration("scales are rounded down when they are stored", scale=_stored(False)),
     Alteration("scales are rounded to bfloat16", scale=_of_bf16),
+    Alteration("x is divided by its scale, and not multiplied by the reciprocal", encode=_divided),
     TOWARD_ZERO,
     AWAY_FROM_ZERO,
     Alteration("values are rounded down", round=_down),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from binade.quant.specs import TENSOR, Spec
 Compute = Callable[[Pair], Tensor]
 BINADES = 40  # how far the absmax of another tensor may be
 ULPS = 12  # how many float32 neighbors of an absmax are tried
+CLIPPING = 448 / 464  # of its own absmax, a smaller one gives a block scale that E4M3 does not round to its largest
 
 
 def swapped(x: Tensor) -> Tensor:
@@ -51,7 +52,8 @@ def is_stochastic(pair: Pair, spec: Spec) -> bool:
 
 
 def other_absmax(pair: Pair, spec: Spec) -> tuple[Compute, str] | None:
-    """The spec with another absmax of the tensor than that of x, if one explains the sample."""
+    """The spec with another absmax of the tensor than that of x, if one explains the sample: of several, which are
+    powers of two apart, the nearest that does not clip the block scales."""
     part = pair.sample(spec)
     x, q = groups_of(part.x, part.q, spec.block)
     if not len(q) or not bool(pair.absmax.isfinite()):
@@ -69,16 +71,24 @@ def other_absmax(pair: Pair, spec: Spec) -> tuple[Compute, str] | None:
     def rounded(absmax: Tensor) -> Compute:
         return lambda part: apply(part.x, spec, -1, absmax=absmax)[0]
 
-    nearest = sorted(wanted, key=lambda a: abs(math.log2(float(a) / float(pair.absmax))) if pair.absmax else 0.0)
-    fitting = [a for a in nearest if not is_apart(rounded(a)(part), part.q).any()]
+    fitting = [a for a in wanted if not is_apart(rounded(a)(part), part.q).any()]
     if not fitting:
         return None
+    own = pair.absmax
+    nearest = min(fitting, key=lambda a: (bool(a < CLIPPING * own), abs(float(a.log2() - own.log2()))))
     steps = torch.arange(-ULPS, ULPS + 1, dtype=torch.int32)
-    near = (fitting[0].view(torch.int32) + steps[steps.abs().argsort(stable=True)]).view(torch.float32)
+    near = (nearest.view(torch.int32) + steps[steps.abs().argsort(stable=True)]).view(torch.float32)
     absmax = min(near, key=lambda a: int(differs(rounded(a)(part), part.q).sum()))
-    several = ", or that times a power of two," if len(fitting) > 1 else ""
-    words = f"with an absmax of {float(absmax):.6g}{several} instead of {float(pair.absmax):.6g}, as of another tensor"
-    return rounded(absmax), words
+    return rounded(absmax), _other_absmax_words(absmax, own, len(fitting) > 1)
+
+
+def _other_absmax_words(absmax: Tensor, own: Tensor, several: bool) -> str:
+    """own: that of x. A few units in the last place come from the order of the arithmetic."""
+    values = f"with an absmax of {float(absmax):.9g} instead of {float(own):.9g}"
+    units = int(absmax.view(torch.int32)) - int(own.view(torch.int32))
+    if abs(units) <= ULPS:
+        return f"{values}, {units:+} in the last place, as of a tensor scale that is rounded otherwise"
+    return f"{values}{', or that times a power of two' if several else ''}, as of another tensor"
 
 
 def misread(pair: Pair, spec: Spec) -> Iterator[tuple[Compute, str]]:
@@ -92,8 +102,8 @@ def misread(pair: Pair, spec: Spec) -> Iterator[tuple[Compute, str]]:
     if min(grid.shape) > 1:
         other = grid.T.reshape(grid.shape).repeat_interleave(rows, 0)[: len(own)]
         yield _reading(y, own, other, spec), "the scales are transposed"
-    if len(pair.shape) == 2 and spec.block and spec.block.columns:
-        turned = Pair(pair.x.T.contiguous(), pair.q.T.contiguous(), 1 - pair.dim, pair.shape)
+    if len(pair.shape) == 2 and spec.block and spec.block.columns and spec.block.columns != rows:
+        turned = replace(pair, x=pair.x.T.contiguous(), q=pair.q.T.contiguous(), dim=1 - pair.dim)
         _, across = _with_multipliers(turned, spec)
         whole = across.repeat_interleave(spec.block.columns, 1)[:, : len(y)].T
         yield _reading(y, own, whole, spec), "read with the scales of the other axis"
@@ -101,7 +111,7 @@ def misread(pair: Pair, spec: Spec) -> Iterator[tuple[Compute, str]]:
 
 def _with_multipliers(pair: Pair, spec: Spec) -> tuple[Tensor, Tensor]:
     """All of x rounded, and the factor of each block, float64 [lines, blocks]."""
-    y, scales = apply(pair.x, spec, -1, want_scales=True)
+    y, scales = apply(pair.x, spec, -1, want_scales=True, absmax=pair.outer(spec, pair))
     assert scales is not None
     factor = spec.scaling.multiplier(scales.reshape(-1, 1), spec, pair.absmax)
     return y, factor.reshape(len(pair.x), -1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -42,18 +42,20 @@ def is_apart(y: Tensor, q: Tensor, absolute: float = 0.0) -> Tensor:
 
 @dataclass(frozen=True)
 class Pair:
-    """x float32 and q, both [lines, axis], of tensors of this shape whose axis `dim` is last here."""
+    """x float32 and q, both [lines, axis], of tensors of this shape whose axis `dim` is last here. given: the absmax of
+    the tensor, if x is a part of it."""
 
     x: Tensor
     q: Tensor
     dim: int
     shape: tuple[int, ...]
+    given: float | None = None
 
     @classmethod
-    def of(cls, x: Tensor, q: Tensor, dim: int) -> Pair:
+    def of(cls, x: Tensor, q: Tensor, dim: int, absmax: float | None = None) -> Pair:
         """Of tensors of one shape."""
         moved = [t.movedim(dim, -1).reshape(-1, t.shape[dim]).contiguous() for t in (x.float(), q)]
-        return cls(moved[0], moved[1], dim, tuple(x.shape))
+        return cls(moved[0], moved[1], dim, tuple(x.shape), absmax)
 
     def index(self, line: int, place: int) -> tuple[int, ...]:
         """The index in the tensors of a value of a line."""
@@ -65,8 +67,8 @@ class Pair:
 
     @cached_property
     def absmax(self) -> Tensor:
-        """The largest magnitude of x, a scalar."""
-        return absmax_over(self.x, -1, TENSOR)
+        """The largest magnitude of the tensor, a scalar."""
+        return absmax_over(self.x, -1, TENSOR) if self.given is None else self.x.new_tensor(self.given)
 
     @cached_property
     def _samples(self) -> dict[str, Pair]:
@@ -125,6 +127,19 @@ class Pair:
         if lines * axis <= 2 * BAND or start + count > lines:
             return self
         return self._part(torch.arange(start, start + count), axis)
+
+    def parts(self, spec: Spec, values: int) -> Iterator[Pair]:
+        """All lines, in parts of about so many values. A tile lies in one part, and does not reach from one matrix of a
+        stack of them into the next."""
+        rows = spec.block.rows or 1 if spec.block and spec.block != TENSOR else 1
+        lines = len(self.x)
+        matrix = self.shape[-2] if rows > 1 and self.dim == len(self.shape) - 1 and len(self.shape) > 2 else lines
+        step = max(rows, values // max(1, self.x.shape[1]) // rows * rows)
+        for start in range(0, lines, max(1, matrix)):
+            for first in range(start, start + matrix, step):
+                lines_of_part = slice(first, min(first + step, start + matrix))
+                x, q = self.x[lines_of_part], self.q[lines_of_part]
+                yield Pair(x, q, 1, tuple(x.shape))
 
     def _part(self, lines: Tensor, columns: int) -> Pair:
         x, q = (t[lines, :columns].contiguous() for t in (self.x, self.q))

@@ -114,7 +114,7 @@ def spread(factor: Tensor, shape: tuple[int, ...], lengths: tuple[int, ...] | No
     known = (1,) * (len(shape) - len(lengths)) + lengths if lengths else None
     for axis, (count, size) in enumerate(zip(factor.shape, shape, strict=True)):
         if known:
-            possible = [known[axis]]
+            possible = [min(known[axis], size)]
         else:
             possible = [size // count] if count and size % count == 0 else [1 << k for k in range(1, 12)]
         length = next((length for length in possible if length and -(-size // length) == count), None)

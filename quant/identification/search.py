@@ -52,6 +52,7 @@ def identify(
     block: str | None = None,
     among: Sequence[Spec] | None = None,
     dim: int | None = None,
+    absmax: float | None = None,
 ) -> Identification:
     """Which spec gives q from x, bit for bit; if none does, the nearest ones and what the values that differ have in
     common.
@@ -66,6 +67,7 @@ def identify(
         block: A further block to try, such as "1x48".
         among: The only specs to try, which must be deterministic and not rotated. None: all below.
         dim: The axis along which they are tried. None: each.
+        absmax: The largest magnitude of the tensor that x is a part of, from which tensor scales follow. None: of x.
 
     Every format is tried with each scale rule, common blocks, both roundings to nearest and along each axis; then
     rotations by 16 to 128; then what kernels do otherwise, see `quant.identification.alterations` and `faults`. Not
@@ -79,7 +81,7 @@ def identify(
     axes = _axes(x) if dim is None else [dim % x.dim()]
     with without_modes():
         read = readings(x, q, None if scales is None else ordinary(scales), tensor_scale)
-        pairs = [(reading, Pair.of(x, reading.q, axis)) for reading in read for axis in axes]
+        pairs = [(reading, Pair.of(x, reading.q, axis, absmax)) for reading in read for axis in axes]
         found = _first_that_match(pairs, tried)
         matches = _simplest(outcome for _, outcome in found if outcome.matches)
         exact = [outcome for outcome in matches if outcome.exact]
@@ -298,7 +300,7 @@ def _of_other_scales(pair: Pair, tried: Sequence[Spec], plain: Sequence[Attempt]
     for spec in pair.surviving(usual):
         if spec.of_tensor and spec not in explained and (found := faults.other_absmax(pair, spec)):
             yield _trial(pair, spec, *found)
-    swapped = Pair(pair.x, faults.swapped(pair.q), pair.dim, pair.shape) if pair.x.shape[1] % 2 == 0 else None
+    swapped = replace(pair, q=faults.swapped(pair.q)) if pair.x.shape[1] % 2 == 0 else None
     four_bits = [spec for spec in usual if spec.format.element.bits == 4]
     if swapped and pair.dim == len(pair.shape) - 1:
         for spec in swapped.surviving(four_bits):

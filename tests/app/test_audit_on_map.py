@@ -21,3 +21,12 @@ def test_the_map_has_the_error_of_each_weight_that_the_audit_measured(tmp_path):
     for product, module in name.items():
         error = measured[f"model.layers.0.{module}.weight"]
         assert error is not None and found[product] == pytest.approx(error.sqnr_db, abs=1e-9)
+
+
+def test_the_pages_of_an_audit_open(visit, tmp_path):
+    """The Map says how many weights have an error; the others answer without a training's losses or iterations."""
+    audit = binade.audit(CHECKPOINTS / "modelopt_nvfp4", CHECKPOINTS / "original", tmp_path)
+    matched = sum(weight.match is not None for weight in audit.weights)
+    assert any(f"{matched} operands · 1 run" in caption.value for caption in visit(tmp_path, "map").caption)
+    for page in ("explore", "runs", "recipes"):
+        visit(tmp_path, page)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -20,11 +23,11 @@ from binade.app.questions.shared.selection import recorded_in
 from binade.cli import main
 from binade.collector.audit.result import Audit
 from binade.data.compare.difference import difference
-from binade.data.exchange.quantized.files import SafetensorsCheckpoint
 from binade.data.index.catalog import Catalog
-from binade.data.run.directory import read_run
+from binade.data.run.directory import DONE, list_runs, read_run
 from binade.data.run.verify import verify
 from binade.quant.specs import Spec
+from tests.bench.bench_audit import make
 from tests.collector.test_directory import reference, write_gguf
 from tests.data.test_quantized import CHECKPOINTS, MODULE, NAMES, by_hand
 
@@ -174,6 +177,75 @@ def test_scales_of_another_layout_are_a_finding_and_the_others_are_audited(tmp_p
     assert len([weight for weight in audit.weights if weight.stored]) == 5
 
 
+def _shaped(rows: int, *scale: int) -> Callable[[Tensors, dict], None]:
+    return lambda tensors, _: tensors.update(
+        {f"{MODULE}.weight": tensors[f"{MODULE}.weight"][:rows], SCALE: torch.ones(scale).to(tensors[SCALE].dtype)}
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "finding"),
+    [
+        ("compressed_tensors_fp8", _shaped(0, 0, 1), "weight is 0 x 64: expected two axes or more, with values"),
+        ("autoawq", lambda t, _: t.update({f"{MODULE}.qweight": t[f"{MODULE}.qweight"][:0]}), "is 0 x 4: expected"),
+        (
+            "modelopt_fp8",
+            lambda t, _: t.update({f"{MODULE}.weight": t[f"{MODULE}.weight"].reshape(-1)}),
+            "weight is 2048: expected two axes",
+        ),
+        ("compressed_tensors_fp8", _shaped(32, 1, 32), "its values are not those of the original"),
+        (
+            "compressed_tensors_fp8",
+            lambda t, _: t.update({"lm_head.weight": t["lm_head.weight"].long()}),
+            "lm_head.weight is I64, but only F64, F32, F16, BF16 can be loaded",
+        ),
+        (
+            "compressed_tensors_fp8",
+            lambda t, _: t.pop("lm_head.weight"),
+            "there is no lm_head.weight, which the original has",
+        ),
+        ("modelopt_nvfp4", lambda t, _: t.update({f"{SCALE}_2": torch.ones(0)}), "do not fit together: "),
+        ("autoawq", _config(group_size=10**30), "down_proj.scales has 2 groups, but the inputs belong to 1"),
+        ("compressed_tensors_fp8", _config(ignore=[f"x{i}" for i in range(999)]), "ignore 'x0' and 998 more names no"),
+    ],
+    ids=["rows", "words", "one axis", "columns of scales", "integers", "lacking", "no factor", "group", "many rules"],
+)
+def test_a_weight_that_is_no_matrix_of_values_is_a_finding(name, change, finding, tmp_path):
+    audit = binade.audit(changed(tmp_path, name, change), ORIGINAL, tmp_path / "runs")
+    assert sum(finding in text for text in audit.findings) == 1, audit.findings
+    assert len(audit.weights) >= 3
+
+
+def test_a_tensor_that_the_index_names_and_no_file_has_is_a_finding(tmp_path):
+    copy = changed(tmp_path, "compressed_tensors_fp8", lambda tensors, config: None)
+    names = dict.fromkeys([*load_file(copy / "model.safetensors"), "model.norm2.weight"], "model.safetensors")
+    (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    audit = binade.audit(copy, root=tmp_path / "runs")
+    assert audit.findings == ("the index says that model.safetensors has model.norm2.weight, which it does not have",)
+
+
+def test_tiles_of_experts_do_not_reach_into_the_next_expert(tmp_path):
+    """Experts of 200 rows with tiles of 128, each quantized on its own."""
+    x = torch.randn(3, 200, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    tiles = torch.nn.functional.pad(x.float(), (0, 0, 0, 56)).reshape(3, 2, 128, 2, 128)
+    scale = tiles.abs().amax((2, 4)) / 448
+    codes = (tiles * (1 / scale)[:, :, None, :, None]).to(torch.float8_e4m3fn).reshape(3, 256, 256)[:, :200]
+    name = "model.layers.0.mlp.experts.down_proj"
+    settings = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    for folder, tensors, config in (
+        ("original", {name: x}, {}),
+        ("quantized", {name: codes.contiguous(), f"{name}_scale_inv": scale}, settings),
+    ):
+        (tmp_path / folder).mkdir()
+        save_file(tensors, tmp_path / folder / "model.safetensors")
+        (tmp_path / folder / "config.json").write_text(json.dumps(config))
+    audit = binade.audit(tmp_path / "quantized", tmp_path / "original", tmp_path / "runs")
+    (weight,) = audit.weights
+    assert weight.block == "every 128 × 128 values" and weight.match is not None
+    assert (weight.match.differing, weight.match.values) == (0, x.numel())
+    assert "scale=float32" in str(weight.match.spec)
+
+
 def test_a_gguf_file_is_audited_against_its_original(tmp_path):
     original = reference(True)
     original.save_pretrained(tmp_path / "original")
@@ -223,13 +295,49 @@ def test_a_damaged_checkpoint_is_one_line_and_leaves_no_run(case, tmp_path, caps
     assert not list(root.glob("*/run.json"))
 
 
-def test_memory_holds_one_weight_at_a_time(monkeypatch):
-    """Weights are read when they are reached, and only those that are."""
-    read: list[str] = []
-    tensor = SafetensorsCheckpoint._tensor
-    monkeypatch.setattr(SafetensorsCheckpoint, "_tensor", lambda self, name: read.append(name) or tensor(self, name))
-    from binade.collector.audit.weights import AuditedCheckpoint
+PEAKS = """
+import resource, sys
+from pathlib import Path
+import binade
+for name in ("one", "many"):
+    folder = Path(sys.argv[1]) / name
+    binade.audit(folder / "quantized", folder / "original", folder / "runs")
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
 
-    weights = AuditedCheckpoint(CHECKPOINTS / "autoawq").weights()
-    next(weights)
-    assert read == ["lm_head.weight"]
+
+def test_memory_holds_one_weight_at_a_time(tmp_path):
+    """The peak of resident memory, in a process of its own, of one weight and then of twelve: less than two more."""
+    size = 1024
+    make(tmp_path / "one", size, 1)
+    make(tmp_path / "many", size, 12)
+    printed = subprocess.run([sys.executable, "-c", PEAKS, tmp_path], check=True, capture_output=True, text=True).stdout
+    one, many = map(int, printed.split())
+    assert many - one < 2 * 4 * size**2
+
+
+INTERRUPTED = """
+import os, signal, sys
+import binade
+from binade.data.index.catalog import Catalog
+binade.audit(sys.argv[1], root=sys.argv[2])  # an earlier one
+from binade.collector.audit import run
+end = lambda done, total: done == 4 and os.kill(os.getpid(), int(sys.argv[3]))
+run.audit(sys.argv[1], root=sys.argv[2], progress=end)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_an_audit_that_is_ended_leaves_the_one_before_it(number, tmp_path):
+    """What the run had before can be read, nothing else is in it, and another audit replaces it."""
+    command = [sys.executable, "-c", INTERRUPTED, CHECKPOINTS / "modelopt_mxfp8", tmp_path, str(int(number))]
+    assert subprocess.run(command, capture_output=True, check=False).returncode != 0
+    (run,) = list_runs(tmp_path)[0]
+    assert run.status.tensors == 9
+    assert verify(tmp_path).damaged == []
+    with Catalog.open(tmp_path) as catalog:
+        assert len(catalog.tensors(binade.Filter())) == 9
+    again = binade.audit(CHECKPOINTS / "modelopt_mxfp8", root=tmp_path)
+    assert again.run_id == run.run_id and [one.run_id for one in list_runs(tmp_path)[0]] == [run.run_id]
+    assert read_run(tmp_path / run.run_id).status.state == DONE
+    assert not [path.name for path in (tmp_path / run.run_id).rglob("*") if "tmp" in path.name or "staged" in path.name]

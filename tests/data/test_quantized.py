@@ -174,7 +174,7 @@ def changed(tmp_path: Path, name: str, **tensors: torch.Tensor | None) -> Safete
         ("compressed_tensors_int4", "weight_shape", torch.tensor([1 << 40, 64]), "which .*weight_packed does not hold"),
         ("modelopt_mxfp8", "weight_scale", torch.ones(2, 32, dtype=torch.uint8), "is 2 x 32: expected 32 x 2"),
         ("autoawq", "scales", torch.ones(3, 32).half(), "scales is 3 x 32 and the zeros are 2 x 32"),
-        ("gptq", "g_idx", torch.full((64,), 9, dtype=torch.int32), "has 2 groups, but an input belongs to 9"),
+        ("gptq", "g_idx", torch.full((64,), 9, dtype=torch.int32), "has 2 groups, but the inputs belong to 10"),
         ("bitsandbytes_nf4", "weight.absmax", torch.ones(3), "has fewer codes or scales than 32 x 64 values need"),
         (
             "bitsandbytes_nf4",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import ml_dtypes
 import numpy as np
@@ -10,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from binade.quant.identification.faults import other_absmax
+from binade.quant.identification.pair import Pair
 from binade.quant.identification.search import identify
 from binade.quant.specs import Spec
 from tests.quant.helpers import MX, RULES
@@ -181,7 +184,16 @@ def truncated(x):
     return (np.copysign(size, x) * scale).astype(np.float32)
 
 
+def divided(x):
+    """With a value on a midpoint between two codes, which the reciprocal leaves on one side of it."""
+    scale = np.abs(x).reshape(len(x), -1, 32)[..., 1:].max(-1) / np.float32(448)
+    x.reshape(len(x), -1, 32)[..., 0] = np.float32(1.0625) * scale
+    scale = scale.repeat(32, 1)
+    return library_round("fp8_e4m3", x / scale) * scale
+
+
 FAULTS = {
+    "x divided by its scale": (divided, "divided by its scale"),
     "bfloat16 first": (lambda x: mx("mxfp8", x.astype(ml_dtypes.bfloat16).astype(np.float32), "floor", 32), "bfloat16"),
     "rounded twice": (lambda x: mx("mxfp4", mx("mxfp8", x, "floor", 32), "floor", 32), "rounded twice"),
     "scale up": (shifted(1), "one binade higher"),
@@ -200,6 +212,24 @@ def test_a_planted_fault_is_named(fault):
     found = named(x, plant(x))
     assert found.spec is None
     assert expected in words(found), str(found)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.25, 2.5])
+def test_the_absmax_of_a_tensor_scale_is_not_taken_for_another_power_of_two(factor):
+    """Block scales take up a power of two of the tensor scale, so that many of them give the same values."""
+    x = values(11, (96, 128))
+    absmax = np.float32(np.abs(x).max()) * np.float32(factor)
+    absmax = np.nextafter(absmax, np.float32(0)) if factor == 1 else absmax  # one unit in the last place
+    outer = np.float32(absmax / np.float32(448 * 6))
+    largest = np.abs(x).reshape(96, -1, 16).max(-1)
+    stored = (largest / np.float32(6) / outer).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    scale = (stored * outer).repeat(16, 1)
+    q = (x / scale).clip(-6, 6).astype(ml_dtypes.float4_e2m1fn).astype(np.float32) * scale
+    found = other_absmax(Pair.of(torch.from_numpy(x), torch.from_numpy(q), 1), Spec.of("nvfp4"))
+    assert found is not None
+    said = float(re.search(r"an absmax of (\S+) instead", found[1]).group(1))
+    assert said == pytest.approx(float(absmax) / (2 if factor > 2 else 1), rel=2e-6)
+    assert ("as of another tensor" in found[1]) == (factor != 1)
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def _whole(stored: StoredWeight, state: dict[str, Any], name: str) -> int:
 
 
 def _repeated(factors: Tensor, size: int, count: int) -> Tensor:
-    return factors.repeat_interleave(size)[:count]
+    return factors[torch.arange(count) // min(size, count)]
 
 
 def int8(stored: StoredWeight) -> Decoded:

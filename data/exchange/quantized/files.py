@@ -24,7 +24,7 @@ from binade.data.exchange.quantized.settings import (
     quantization_of,
     read_settings,
 )
-from binade.data.exchange.quantized.stored import Decoded, LayoutError, StoredWeight
+from binade.data.exchange.quantized.stored import Decoded, LayoutError, StoredWeight, by
 from binade.data.run.store import TensorFileError
 from binade.data.words.text import and_more, describe
 
@@ -58,7 +58,8 @@ class SafetensorsCheckpoint:
 
     quantized  those that are stored in a layout
     plain      all other tensors, but those that belong to a quantized module
-    broken     tensors with codes that cannot be decoded, with the reason
+    broken     tensors that cannot be decoded, with the reason
+    absent     tensors that the index names and no file has, with the file that should have them
     files      the configuration and all files with weights
     """
 
@@ -80,6 +81,7 @@ class SafetensorsCheckpoint:
         self.quantized: dict[str, QuantizedWeight] = {}
         self.plain: dict[str, TensorPlace] = {}
         self.broken: dict[str, str] = {}
+        self.absent = {name: file for name, file in _index(directory).items() if name not in self._places}
         self._sort()
 
     def _sort(self) -> None:
@@ -107,6 +109,10 @@ class SafetensorsCheckpoint:
                     if missing
                     else f"{name} is {place.dtype}, which no layout of {codes.method} with its scales has"
                 )
+            elif last == "weight" and place.dtype not in DTYPES:  # buffers may be of integers
+                self.broken[name] = (
+                    f"{name} is {place.dtype}, but only {', '.join(DTYPES)} can be loaded: dequantize it"
+                )
 
     def place(self, name: str) -> TensorPlace:
         """Where the codes of a weight are, or the tensor itself."""
@@ -118,20 +124,18 @@ class SafetensorsCheckpoint:
         weight = self.quantized.get(name)
         if weight is None:
             return self.plain[name].size
-        with self._explained():
-            size = weight.layout.shape(self.stored(name))
-        return size
+        with self._explained(name):
+            stored = self.stored(name)
+            if len(stored.sizes["codes"]) < 2 or 0 in stored.sizes["codes"]:
+                raise LayoutError(
+                    f"{stored.names['codes']} is {by(stored.sizes['codes'])}: expected two axes or more, with values"
+                )
+            return weight.layout.shape(stored)
 
     def check(self) -> None:
         """Raise CheckpointError if a weight cannot be read."""
         for reason in self.broken.values():
             raise CheckpointError(f"checkpoint {self.directory}: {reason}")
-        for name, place in self.plain.items():
-            if name.endswith(".weight") and place.dtype not in DTYPES:  # buffers may be of integers
-                raise CheckpointError(
-                    f"checkpoint {place.path}: {name} is {place.dtype}, but only {', '.join(DTYPES)} can be loaded: "
-                    "dequantize it"
-                )
 
     def read(self, name: str) -> Tensor:
         """A weight as the model has it: float32 if it is dequantized."""
@@ -142,7 +146,8 @@ class SafetensorsCheckpoint:
 
     def decoded(self, name: str) -> Decoded:
         """The values of a quantized weight, [..., out, in]."""
-        with self._explained():
+        self.size(name)
+        with self._explained(name):
             return self.quantized[name].layout.decode(self.stored(name))
 
     def stored(self, name: str) -> StoredWeight:
@@ -158,11 +163,16 @@ class SafetensorsCheckpoint:
             return tensor
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _explained(self, name: str) -> Iterator[None]:
+        """Tensors of a weight may have any shape and any values: what torch refuses is said of the weight."""
         try:
             yield
         except LayoutError as error:
             raise CheckpointError(f"checkpoint {self.directory}: {error}") from error
+        except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"checkpoint {self.directory}: the tensors of {name} do not fit together: {describe(error)}"
+            ) from error
 
 
 @contextmanager
@@ -176,10 +186,7 @@ def _readable(path: Path, problem: str) -> Iterator[None]:
 def _files(directory: Path) -> list[Path]:
     """The safetensors files, by the index if there is one."""
     if (directory / INDEX).is_file():
-        named = read_settings(directory / INDEX).get("weight_map")
-        if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
-            raise CheckpointError(f"checkpoint index {directory / INDEX} has no weight_map of file names")
-        names = sorted(set(named.values()))
+        names = sorted({*_index(directory).values()})
         if any(Path(name).name != name for name in names):
             raise CheckpointError(f"checkpoint index {directory / INDEX} refers to a file outside its directory")
     elif (directory / WEIGHTS).is_file():
@@ -192,6 +199,16 @@ def _files(directory: Path) -> list[Path]:
     if missing:
         raise CheckpointError(f"checkpoint {directory} lacks {missing[0]}{and_more(missing)}, which its index names")
     return [directory / name for name in names]
+
+
+def _index(directory: Path) -> dict[str, str]:
+    """The file of each tensor as the index has it; {} without one."""
+    if not (directory / INDEX).is_file():
+        return {}
+    files = read_settings(directory / INDEX).get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+        raise CheckpointError(f"checkpoint index {directory / INDEX} has no weight_map of file names")
+    return files
 
 
 def _header(path: Path) -> tuple[dict[str, TensorPlace], dict[str, Mapping[str, Any]]]:

@@ -119,23 +119,32 @@ def _scale(name: str, dtypes: tuple[str, ...] = REAL) -> dict[str, tuple[str, tu
     return {"scale": (name, dtypes)}
 
 
+def _of_floats(
+    method: str,
+    scale: str,
+    packed: str = "{module}.{param}",
+    four_bits: tuple[str, ...] = ("U8",),
+    real: tuple[str, ...] = REAL,
+) -> tuple[WeightLayout, ...]:
+    """FP8 with floating-point scales, MXFP8, and MXFP4 whose codes are `packed`. real: the dtypes of the scales of FP8;
+    four_bits: of the codes of MXFP4."""
+    return (
+        WeightLayout(name="FP8", method=method, dtypes=F8, parts=_scale(scale, real), decode=floats),
+        WeightLayout(name="MXFP8", method=method, dtypes=F8, parts=_scale(scale, E8M0), decode=mxfp8),
+        WeightLayout(
+            name="MXFP4",
+            method=method,
+            codes=packed,
+            dtypes=four_bits,
+            parts=_scale(scale, E8M0),
+            shape=_halved,
+            decode=mxfp4,
+        ),
+    )
+
+
 LAYOUTS = (
-    WeightLayout(
-        name="FP8",
-        method="fp8",
-        dtypes=F8,
-        parts=_scale("{module}.{param}_scale_inv", (*REAL, "F8_E8M0")),
-        decode=floats,
-    ),
-    WeightLayout(name="MXFP8", method="fp8", dtypes=F8, parts=_scale("{module}.{param}_scale_inv", E8M0), decode=mxfp8),
-    WeightLayout(
-        name="MXFP4",
-        method="fp8",
-        dtypes=F4,
-        parts=_scale("{module}.{param}_scale_inv", E8M0),
-        shape=_halved,
-        decode=mxfp4,
-    ),
+    *_of_floats("fp8", "{module}.{param}_scale_inv", four_bits=F4, real=(*REAL, "F8_E8M0")),
     WeightLayout(
         name="MXFP4",
         method="mxfp4",
@@ -147,8 +156,6 @@ LAYOUTS = (
         decode=mxfp4,
         transposed=True,
     ),
-    WeightLayout(name="FP8", method=_CT, dtypes=F8, parts=_scale("{module}.{param}_scale"), decode=floats),
-    WeightLayout(name="MXFP8", method=_CT, dtypes=F8, parts=_scale("{module}.{param}_scale", E8M0), decode=mxfp8),
     WeightLayout(
         name="INT8",
         method=_CT,
@@ -176,19 +183,7 @@ LAYOUTS = (
         decode=nvfp4,
         parts=_scale("{module}.{param}_scale", F8) | {"divisor": ("{module}.{param}_global_scale", REAL)},
     ),
-    WeightLayout(
-        name="MXFP4",
-        method=_CT,
-        codes="{module}.{param}_packed",
-        dtypes=("U8",),
-        shape=_halved,
-        decode=mxfp4,
-        parts=_scale("{module}.{param}_scale", E8M0),
-    ),
-    WeightLayout(name="FP8", method="modelopt", dtypes=F8, parts=_scale("{module}.{param}_scale"), decode=floats),
-    WeightLayout(
-        name="MXFP8", method="modelopt", dtypes=F8, parts=_scale("{module}.{param}_scale", E8M0), decode=mxfp8
-    ),
+    *_of_floats(_CT, "{module}.{param}_scale", packed="{module}.{param}_packed"),
     WeightLayout(
         name="NVFP4",
         method="modelopt",
@@ -197,14 +192,7 @@ LAYOUTS = (
         decode=nvfp4,
         parts=_scale("{module}.{param}_scale", F8) | {"outer": ("{module}.{param}_scale_2", REAL)},
     ),
-    WeightLayout(
-        name="MXFP4",
-        method="modelopt",
-        dtypes=("U8",),
-        shape=_halved,
-        decode=mxfp4,
-        parts=_scale("{module}.{param}_scale", E8M0),
-    ),
+    *_of_floats("modelopt", "{module}.{param}_scale"),
     WeightLayout(
         name="FP8", method=_AO, codes=_QDATA, dtypes=F8, parts=_scale("{module}._{param}_scale"), decode=floats
     ),

@@ -12,6 +12,7 @@ import re2
 REGEX = "re:"  # begins a regular expression in configurations of compressed-tensors
 QUIET = re2.Options()
 QUIET.log_errors = False  # they are raised
+LONGEST = 200  # letters of a pattern that a sentence has
 LEFT_OUT = "-:"  # begins one in GPTQModel's `dynamic` that leaves modules out
 
 
@@ -33,7 +34,8 @@ class Rule:
     damaged: str = ""
 
     def __str__(self) -> str:
-        return f"{self.key} {self.pattern!r}"
+        pattern = self.pattern if len(self.pattern) <= LONGEST else f"{self.pattern[:LONGEST]} …"
+        return f"{self.key} {pattern!r}"
 
 
 def rules_of(settings: Mapping[str, Any]) -> list[Rule]:
@@ -65,7 +67,7 @@ def _rule(key: str, pattern: str, excludes: bool, of: Callable[[str], Callable[[
     try:
         return Rule(key, pattern, excludes, of(pattern))
     except re2.error as error:
-        return Rule(key, pattern, excludes, lambda module: False, str(error))
+        return Rule(key, pattern, excludes, lambda module: False, str(error)[:LONGEST])
 
 
 def _regex(pattern: str) -> Callable[[str], bool]:

@@ -114,7 +114,7 @@ def packed(stored: StoredWeight) -> Decoded:
     codes = (dense(stored.tensor("codes"), bits, columns) - offset).float()
     zero = None
     if "zero" in stored.sizes:
-        words = stored.tensor("zero").mT.contiguous()
+        words = stored.tensor("zero").transpose(-2, -1).contiguous()
         zero = (dense(words, bits, codes.shape[-2]) - offset).float().mT
     return scaled(stored, codes, zero=zero)
 
@@ -142,9 +142,7 @@ def awq(stored: StoredWeight) -> Decoded:
     if stored.setting("bits") != 4 or str(stored.setting("version")).lower() != "gemm":
         raise LayoutError(f"{stored.names['codes']} is not in the layout gemm with 4 bits, the only one that is read")
     codes, zeros = (_awq_order(stored.tensor(name)) for name in ("codes", "zero"))
-    size = stored.setting("group_size")
-    group = torch.arange(len(codes)) // (size if type(size) is int and size > 0 else len(codes))
-    return _grouped(stored, codes, zeros, group)
+    return _grouped(stored, codes, zeros)
 
 
 def _awq_order(words: Tensor) -> Tensor:
@@ -163,9 +161,7 @@ def gptq(stored: StoredWeight) -> Decoded:
     zeros = dense(stored.tensor("zero"), bits, codes.shape[1])
     if stored.setting("checkpoint_format") != "gptq_v2":
         zeros = (zeros + 1) & ((1 << bits) - 1)
-    size = stored.setting("group_size")
-    group = torch.arange(inputs) // (size if type(size) is int and size > 0 else inputs)
-    return _grouped(stored, codes, zeros, stored.tensor("group").long() if "group" in stored.sizes else group)
+    return _grouped(stored, codes, zeros)
 
 
 def gptq_shape(stored: StoredWeight) -> tuple[int, ...]:
@@ -173,16 +169,21 @@ def gptq_shape(stored: StoredWeight) -> tuple[int, ...]:
     return outputs, words * 32 // stored.whole("bits")
 
 
-def _grouped(stored: StoredWeight, codes: Tensor, zeros: Tensor, group: Tensor) -> Decoded:
-    """codes [in, out], zeros and scales [groups, out], and the group of each input."""
-    scales = stored.tensor("scale").float()
+def _grouped(stored: StoredWeight, codes: Tensor, zeros: Tensor) -> Decoded:
+    """codes [in, out], zeros and scales [groups, out]."""
+    scales, size = stored.tensor("scale").float(), stored.setting("group_size")
+    if "group" in stored.sizes:
+        group = stored.tensor("group").long()
+    else:
+        group = torch.arange(len(codes)) // (min(size, len(codes)) if type(size) is int and size > 0 else len(codes))
     if zeros.shape != scales.shape or scales.shape[1] != codes.shape[1] or group.shape != codes.shape[:1]:
         raise LayoutError(
             f"{stored.names['scale']} is {by(scales.shape)} and the zeros are {by(zeros.shape)}, which does not fit "
             f"{by(codes.shape)} codes"
         )
-    if int(group.max()) >= len(scales) or int(group.min()) < 0:
-        raise LayoutError(f"{stored.names['scale']} has {len(scales)} groups, but an input belongs to {group.max()}")
+    groups = int(group.max()) + 1
+    if int(group.min()) < 0 or groups > len(scales) or ("group" not in stored.sizes and groups < len(scales)):
+        raise LayoutError(f"{stored.names['scale']} has {len(scales)} groups, but the inputs belong to {groups}")
     return Decoded(((codes - zeros[group]) * scales[group]).mT.contiguous(), scales)
 
 
@@ -206,8 +207,9 @@ def scaled(
     block: Block | None = None,
     zero: Tensor | None = None,
 ) -> Decoded:
-    """(codes - zero) times scale, codes float32 [..., out, in]. The scale is multiplied by a factor of the tensor, or
-    divided by it, first. block: what shares a scale; None: as the settings or the shapes say."""
+    """(codes - zero) times scale, codes float32 [..., out, in], which are overwritten. The scale is multiplied by a
+    factor of the tensor, or divided by it, first. block: what shares a scale; None: as the settings or the shapes
+    say."""
     scale = _factors(stored.tensor("scale"))
     lengths = _lengths(stored, codes, block)
     if stored.facts.get("is_swizzled_scales") and block:
@@ -234,7 +236,7 @@ def scaled(
             outer = stored.tensor(name).float()
             outer = outer.reshape(-1, *[1] * (codes.dim() - 1)) if outer.numel() > 1 else outer.reshape(())
             whole = whole * outer if name == "outer" else whole / outer
-    return Decoded(codes * whole, scale, element, block or _block(scale, codes))
+    return Decoded(codes.mul_(whole), scale, element, block or _block(scale, codes, lengths))
 
 
 def _factors(scale: Tensor) -> Tensor:
@@ -253,8 +255,11 @@ def _lengths(stored: StoredWeight, codes: Tensor, block: Block | None) -> tuple[
     return (1, group) if type(group) is int and group > 0 else None
 
 
-def _block(scale: Tensor, codes: Tensor) -> Block:
+def _block(scale: Tensor, codes: Tensor, lengths: tuple[int, int] | None) -> Block:
+    """What shares a scale: by the settings, else by the shapes."""
     rows, columns = (-(-n // count) for n, count in zip(codes.shape[-2:], scale.shape[-2:], strict=True))
+    if lengths and lengths[0] > 1 and scale.numel() > 1:
+        return Block(*lengths)
     if columns == codes.shape[-1]:
         return TENSOR if scale.numel() == 1 else ROW if rows == 1 else Block(rows, columns)
     return Block(rows, columns)
