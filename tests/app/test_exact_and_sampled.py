@@ -145,7 +145,7 @@ class TestFirstStep:
         with Catalog.open(tmp_path) as opened:
             answer = drawn(RECIPES, opened, of="cost")
         assert "(the same sequences and weights, with and without): mxfp4 +0.2500 nats" in answer.verdict
-        assert "Training adds, which one seed cannot tell from chance: mxfp4 0.0000 nats" in answer.verdict
+        assert "by the last iteration, which one seed cannot tell from chance: mxfp4 0.0000 nats" in answer.verdict
         assert "One seed cannot tell these from bf16" not in answer.verdict
 
     def test_weights_on_a_grid_follow_a_run_into_comparisons(self):
