@@ -8,7 +8,7 @@ PY := $(VENV)/bin/python
 PIP = $(PY) -m pip install --disable-pip-version-check --progress-bar off
 # Install, and print a line per large download instead of all that pip says. The exit status is pip's.
 INSTALL = { $(PIP) $(1); echo "status $$?"; } | awk '/^status / {exit $$2} \
-	/^ *Downloading / && $$NF == "MB)" && substr($$(NF - 1), 2) >= 10 {print "  downloading", $$2, $$(NF - 1), $$NF} \
+	/^ *Downloading / && $$NF == "MB)" && substr($$(NF - 1), 2) + 0 >= 10 {print "  downloading", $$2, $$(NF - 1), $$NF} \
 	/^Installing collected/ {print "  installing", NF - 3, "packages"} {fflush()}'
 BINADE := $(VENV)/bin/binade
 # One more worker than cores, as some wait. Each of them imports everything, which takes twenty seconds of a core.

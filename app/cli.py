@@ -135,7 +135,7 @@ def _login_host() -> str:
 
 
 def _mcp(root: str | None) -> None:
-    """Answer an agent in the Model Context Protocol, on standard input and output (docs/agents.md).
+    """Serve the runs to an agent (Model Context Protocol).
 
     ROOT is the directory that contains the runs [default: $TENSOR_SAVE_DIR, else data/runs].
     """

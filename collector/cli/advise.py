@@ -60,7 +60,7 @@ def _advise(
     root: str | None,
     **given: Any,
 ) -> None:
-    """Choose a format for every group of products to minimize the measured loss change within a budget of bits.
+    """Choose the formats that cost the least loss within a budget.
 
     Each group is measured in each format first, as `binade measure` does; what was measured before is used. Then the
     advised recipe is evaluated whole. MODEL is a run, a directory or GGUF file with a checkpoint, or the name of a

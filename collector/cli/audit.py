@@ -10,7 +10,7 @@ from binade.terminal import FAILED, CliOption, Command, line_of, one_line, print
 
 @click.pass_context
 def _audit(context: click.Context, checkpoint: str, against: str | None, root: str | None) -> int:
-    """Say what each weight of a quantized checkpoint is stored in, and whether it is what its configuration says.
+    """Say how each weight of a quantized checkpoint is stored.
 
     CHECKPOINT is the directory of a Hugging Face model with safetensors, or a GGUF file. The report lists the format of
     each weight, the rule that leaves a weight out, names in the configuration that match nothing, and scales that are

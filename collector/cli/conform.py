@@ -52,7 +52,7 @@ def load_function(kernel: str) -> Callable[..., Any]:
         if place.endswith(".py"):
             path = Path(place)
             if not path.is_file():
-                raise click.UsageError(f"{place} is no file")
+                raise click.UsageError(f"{place} is not a file")
             spec = importlib.util.spec_from_file_location(path.stem, path)
             assert spec and spec.loader
             module = importlib.util.module_from_spec(spec)

@@ -19,7 +19,7 @@ AROUND = 8  # rows shown on each side of the first difference
 
 
 def _diff(run_a: str, run_b: str, root: str | None, tolerance: float | None, bitwise: bool, kind: str) -> int:
-    """Find the first tensor that differs between two runs of the same model and data.
+    """Find the first tensor that differs between two runs.
 
     RUN is the directory of a run, or its name in the root. The runs may come from two machines, versions or backends,
     or split the model across a different number of tensor-parallel ranks. Tensors are matched by iteration,

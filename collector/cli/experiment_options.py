@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from binade.collector.cli.options import click_option
-from binade.collector.errors import ConfigError
+from binade.collector.errors import ConfigError, raising
+from binade.collector.models.registry import MODELS
 from binade.collector.settings import BackendName, Size, declared
 from binade.collector.training.config import RunConfig, trained_config
 from binade.collector.training.plan import plan
@@ -50,6 +51,9 @@ def source_of(root: Path, model: str | None, given: dict[str, Any]) -> Experimen
     given = {name: value for name, value in given.items() if value is not None}
     sequences, skip = given.pop("sequences", SEQUENCES), given.pop("skip", None)
     if model is None or not (root / Path(model).name / RUN_FILE).exists():
+        if model and model not in MODELS and not Path(model).exists():
+            known = ", ".join(MODELS)
+            raise ConfigError(f"{model!r} is not a run of {root}, a path, or the name of a model: {known}")
         base = RunConfig(model=model) if model else RunConfig()
         if "size" not in given and base.has_path:
             given["size"] = Size.FULL
@@ -57,7 +61,8 @@ def source_of(root: Path, model: str | None, given: dict[str, Any]) -> Experimen
     if wrong := [name for name in OF_RUN if name in given]:
         raise ConfigError(f"{declared(RunConfig)[wrong[0]].flag} is that of {model}: leave it out")
     run = read_run(root / Path(model).name)
-    config = trained_config(run.config)
+    with raising(ConfigError, run.run_id, ConfigError):
+        config = trained_config(run.config)
     weights = run.directory if (run.directory / CHECKPOINTS).is_dir() else None
     changes: dict[str, Any] = {"tp": 1, "dp": 1, "sequence_parallel": False, "backend": BackendName.AUTO}
     used = replace(config, recipe="bf16", **changes | given)

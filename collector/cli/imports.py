@@ -46,7 +46,7 @@ QUESTIONS = {"model": "Model", "dataset": "Dataset", "seed": "Seed"}
 
 @click.pass_context
 def _import(context: click.Context, /, path: Path, root: str, dry_run: bool, **options: Any) -> int:
-    """Index tensors that other tools have logged, without copying them, and import the losses of trainings.
+    """Index tensors that other tools logged, and import losses.
 
     PATH is a file or a directory, which is searched at any depth. Files are recognized by their content.
 

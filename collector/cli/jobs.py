@@ -77,7 +77,7 @@ def _add(root: Path, line: tuple[str, ...]) -> None:
     """Queue a command line of run, batch, quick, import, measure or parity: one job per run. With --target, runs are
     trained on a cluster."""
     if not line:
-        raise ConfigError("jobs add needs a command line: binade jobs add run --quantization mxfp8")
+        raise ConfigError("jobs add needs a command line: binade jobs add run --recipe mxfp8")
     from binade.collector.jobs import add_runs, start_runner
 
     if line[0] in QUEUEABLE:
@@ -208,7 +208,7 @@ def _print_jobs(root: Path, everything: bool) -> None:
     for problem in problems(root):
         print(f"binade: {problem}", file=sys.stderr)
     if not views:
-        print(f"no jobs in {root}: queue one with binade jobs add run --quantization mxfp8")
+        print(f"no jobs in {root}: queue one with binade jobs add run --recipe mxfp8")
         return
     try:
         ensure_runner(root, views)

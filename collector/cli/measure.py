@@ -41,6 +41,7 @@ def _measure(
     from binade.data.run.block_errors import block_errors
     from binade.data.run.effects import measured_effects
     from binade.data.run.experiment import read_blocks
+    from binade.data.words.text import counted
 
     where = resolve_root(root)
     source = source_of(where, model, given)
@@ -55,7 +56,7 @@ def _measure(
     print_text(described(rows))
     if blocks:
         print_text(_described_blocks(block_errors(finished.results, read_blocks(finished.directory))))
-    print_text(f"{finished.run_id}: {len(rows):,} groups and formats measured")
+    print_text(f"{finished.run_id}: {counted(len(rows), 'effect')} measured")
 
 
 def described(rows: Iterable[Measured]) -> str:

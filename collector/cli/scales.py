@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def _scales(root: str | None, fmt: str, history: int, output: Path | None, **filters: Any) -> None:
-    """Find the tensor scale that suits each operand, from recorded values.
+    """Find the tensor scale that suits each recorded operand.
 
     ROOT contains runs with values on disk  [default: $TENSOR_SAVE_DIR, else data/runs]. Each tensor is rounded with
     scales 2^k around the one that delayed scaling computes from its absmax; a margin of M divides that scale by 2^M. A

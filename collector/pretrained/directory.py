@@ -55,6 +55,8 @@ def gguf_of(path: Path) -> Path | None:
     files = sorted(path.glob(f"*{GGUF}"))
     if len(files) > 1:
         raise ConfigError(f"checkpoint {path} contains {len(files)} GGUF files: give the path to one")
+    if not path.exists():
+        raise ConfigError(f"checkpoint {path} does not exist")
     if not files:
         raise ConfigError(
             f"checkpoint {path} has no {CONFIG}: give the directory of a Hugging Face model, or a {GGUF} file"

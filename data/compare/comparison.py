@@ -268,7 +268,8 @@ class Comparison:
         sentences.append(evidence.effects(pairs, self.base, ("higher loss", "lower loss")))
         if added := [recipe for recipe in known if recipe in recipes and recipe not in several and recipe.added]:
             shown = [(recipe.label, recipe.added_gap) for recipe in added]
-            sentences.append(evidence.each_of(shown, "Training adds, which one seed cannot tell from chance"))
+            what = "Training adds by the last iteration, which one seed cannot tell from chance"
+            sentences.append(evidence.each_of(shown, what))
         for spec in dict.fromkeys(recipe.spec for recipe in recipes if recipe.only and recipe.spec):
             alone = {str(recipe.only): recipe.gaps for recipe in recipes if recipe.only and recipe.spec == spec}
             if len(alone) > 1 and max(map(len, alone.values())) > 1:

@@ -35,6 +35,7 @@ EQUAL = 0.01  # relative difference of two exact values that are called equal
 
 GAP = Measure("gap", "Gap", "nats", "loss minus that of the reference run, in nats per token", "+.4f")
 SHARE = Measure("share", "Share", "%")
+NO_INTERVAL = ": no interval"
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Estimate:
             return ""
         counted = f"{self.n:,} {self.of if self.n != 1 else _one(self.of)}"
         if not math.isfinite(self.high - self.low):
-            return f"{counted}: no interval"
+            return f"{counted}{NO_INTERVAL}"
         ends = f"{self.measure.text(self.low)} to {self.measure.text(self.high)}"
         if self.is_spread:
             return f"10th to 90th percentile {ends}, {counted}"
@@ -255,8 +256,8 @@ Part = Estimate | str | int
 
 
 def say(template: str, /, **parts: Part) -> Sentence:
-    """A sentence from a template such as "{place} has an SQNR of {sqnr}". A part is a name, a count or an Estimate;
-    "{sqnr.text}" leaves its interval out.
+    """A sentence from a template such as "{place} has an SQNR of {sqnr}". A part is a name, a count, an Estimate, or
+    a Sentence, whose evidence is kept; "{sqnr.text}" leaves an interval out.
 
     Raises TypeError for another number: it would have no evidence.
     """
@@ -264,7 +265,10 @@ def say(template: str, /, **parts: Part) -> Sentence:
         if not isinstance(part, (Estimate, str, int)):
             raise TypeError(f"{name}={part!r} is a bare number: a sentence takes an Estimate, a count or a name")
     shown = {name: f"{part:,}" if isinstance(part, int) else part for name, part in parts.items()}
-    return Sentence(template.format(**shown), (part for part in parts.values() if isinstance(part, Estimate)))
+    found: list[Estimate] = []
+    for part in parts.values():
+        found += [part] if isinstance(part, Estimate) else part.evidence if isinstance(part, Sentence) else ()
+    return Sentence(template.format(**shown), found)
 
 
 def together(*sentences: str) -> Sentence:
@@ -291,8 +295,16 @@ def several(items: Sequence[Named], text: Callable[[Estimate], str] = str) -> st
 
 
 def each_of(items: Sequence[Named], what: str) -> Sentence:
-    """ "SQNR in mxfp4: forward 30.1 dB; backward 14.0 dB." No comparison."""
-    return Sentence(f"{what}: {several(items)}.", (estimate for _, estimate in items)) if items else Sentence()
+    """ "SQNR in mxfp4: forward 30.1 dB; backward 14.0 dB." No comparison. If all are of as much data, from which no
+    interval follows, it is said once: "mxfp4 +0.1 nats; mxfp8 +0.2 nats (1 seed each: no interval)"."""
+    if not items:
+        return Sentence()
+    intervals = {estimate.interval for _, estimate in items}
+    shown, interval = several(items), intervals.pop()
+    if len(items) > 1 and not intervals and interval.endswith(NO_INTERVAL):
+        count = interval.removesuffix(NO_INTERVAL)
+        shown = f"{several(items, lambda estimate: estimate.text)} ({count} each{NO_INTERVAL})"
+    return Sentence(f"{what}: {shown}.", (estimate for _, estimate in items))
 
 
 def leaders(items: Sequence[Named], *, lowest: bool) -> list[Named]:

@@ -22,10 +22,12 @@ def load(text: str) -> Tensor:
     import torch
     from safetensors import safe_open
 
+    from binade.data.run.tensor_files import load_open
+
     name, _, key = text.rpartition(":") if ".safetensors:" in text else (text, "", "")
     path = Path(name)
     if not path.is_file():
-        raise UnreadableTensorError(f"{name} is no file")
+        raise UnreadableTensorError(f"{name} is not a file")
     try:
         if path.suffix == ".npy":
             return torch.from_numpy(np.load(path, allow_pickle=False))
@@ -36,7 +38,8 @@ def load(text: str) -> Tensor:
                     raise UnreadableTensorError(f"{text}: expected FILE:NAME with one of {', '.join(names[:20])}")
                 named: Tensor = file.get_tensor(key)
                 return named
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
+        with path.open("rb") as file:
+            loaded = load_open(file.fileno())
     except UnreadableTensorError:
         raise
     except Exception as error:  # of three libraries, which raise many kinds

@@ -157,7 +157,7 @@ def test_several_measurements_can_be_chosen(tmp_path: Path):
         }  # fmt: skip
         assert drawn(COST, catalog, measured=first).get("cost")
         assert drawn(COST, catalog, measured=second).get("cost_steps")
-        assert "measured 'none'" in View("runs", {"view": ["parity"], "parity": ["none"]}).read(catalog).problems[0]
+        assert "measured 'none'" in View("runs", {"view": ["cost"], "measured": ["none"]}).read(catalog).problems[0]
 
 
 def test_measurements_are_those_of_the_filters_runs(tmp_path: Path):

@@ -58,6 +58,26 @@ class TestStandingOut:
         assert share > 0.3 and f"fc1 input of layers 2 and 3 ({number}; {share:.1%} of the error to zero)." in said
         assert "told apart" not in said
 
+    def test_the_cells_that_are_not_named_are_counted(self, tmp_path: Path):
+        """Six cells in four groups of neighboring layers, of which the headline names three."""
+        factors = {1: 12, 2: 12, 4: 11, 6: 10, 8: 9, 9: 9}
+        made = []
+        for layer in range(1, 10):
+            x = normal(layer, 64, 64)
+            x[:, ::32] *= factors.get(layer, 1)
+            made.append(operand(x, layer))
+        make_run(tmp_path, made)
+        with Catalog.open(tmp_path) as opened:
+            answer = drawn(MAP, opened, metric="sqnr_vs_normal", format="mxfp4")
+            table = answer.get("map").table
+        far = table[table["value"] <= -FAR].sort_values("value")
+        assert set(far["layer_index"]) == set(factors)
+        groups = {1: "1", 2: "1", 4: "4", 6: "6", 8: "8", 9: "8"}
+        named = list(dict.fromkeys(groups[layer] for layer in far["layer_index"]))[:3]
+        left = sum(groups[layer] not in named for layer in factors)
+        assert "6 lose 2 dB or more" in answer.verdict and f" and {left} more." in answer.verdict
+        assert left == 2, "a group of two, so that cells and groups are not the same number"
+
     def test_normal_operands_do_not_stand_out(self, tmp_path: Path):
         make_run(tmp_path, [operand(normal(layer, 64, 64), layer) for layer in range(1, 4)])
         with Catalog.open(tmp_path) as opened:
@@ -125,7 +145,7 @@ class TestFirstStep:
         with Catalog.open(tmp_path) as opened:
             answer = drawn(RECIPES, opened, of="cost")
         assert "(the same sequences and weights, with and without): mxfp4 +0.2500 nats" in answer.verdict
-        assert "Training adds, which one seed cannot tell from chance: mxfp4 0.0000 nats" in answer.verdict
+        assert "by the last iteration, which one seed cannot tell from chance: mxfp4 0.0000 nats" in answer.verdict
         assert "One seed cannot tell these from bf16" not in answer.verdict
 
     def test_weights_on_a_grid_follow_a_run_into_comparisons(self):

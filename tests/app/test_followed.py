@@ -175,7 +175,7 @@ def of_measure(catalog: Catalog, metric: str, **where):
 
 
 def test_the_answers(opened: Catalog):
-    found = drawn(opened, "channels")
+    found = of_measure(opened, "outlier_persistence")
     assert "median Persistence" in found.verdict and not found.problems and not claims(found)
     assert [figure.name for figure in found.figures] == ["map", "hot_channels", "ranking"]
     for metric in ("oscillating", "edge_excess", "gradient_to_noise"):
@@ -225,7 +225,7 @@ def test_replicas_of_a_weight_are_one_sample(tmp_path: Path):
 
 
 def test_what_is_missing_is_said(opened: Catalog):
-    found = drawn(opened, "channels", iteration=(2,))
+    found = of_measure(opened, "outlier_persistence", iteration=(2,))
     assert not found.items and not found.verdict and "The filter selects one iteration" in found.problems[0]
     found = of_measure(opened, "oscillating", iteration=(2, 3))
     assert not found.items and not found.verdict and "takes 3 iterations of a run" in found.problems[0]

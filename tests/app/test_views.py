@@ -259,7 +259,7 @@ def test_sql(visit: Visit, collected: Path):
         ("runs", {"view": "loss"}, "Runs has no part 'loss'."),
         ("runs", {"view": "predictions"}, "Runs has no part 'predictions'."),
         ("map", {"metric": "loss_change"}, "metric 'loss_change', which does not exist"),
-        ("map", {"view": "advise", "device": "B200"}, "'device'"),
+        ("map", {"view": "map", "device": "B200"}, "'device'"),
     ],
     ids=["loss", "predictions", "color", "device"],
 )

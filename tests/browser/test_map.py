@@ -74,6 +74,7 @@ def test_a_cell_is_read_chosen_and_opened(visit: Visit, catalog: Catalog, run: s
     page.wait_for_url("**cell=**")
     settle(page)
     assert query(page) == {"metric": "sqnr_db", "cell": CELL}
+    assert page.locator(".map .tip").is_hidden(), "the panel has moved the cells"
     assert "L2 fc1 input · forward GEMM" in panel(page) and f"SQNR\n{sqnr[2]:.1f} dB" in panel(page)
     assert page.locator(".map .cell.on").get_attribute("data-id") == CELL
     named = page.get_by_role("grid", name="forward GEMM").get_by_role(

@@ -74,3 +74,14 @@ def test_keys(visit: Visit, catalog: Catalog):
     page.wait_for_url("**format=**")
     settle(page)
     assert query(page)["format"][0] in catalog.scored_formats()
+
+
+@pytest.mark.parametrize("path", ["/", "/runs?view=collect"], ids=["with a session", "without"])
+def test_the_search_box_is_at_the_right_of_the_header(visit: Visit, path: str):
+    page = visit(path)
+    header, session = page.locator(".st-key-header"), page.locator(".st-key-header").get_by_test_id("stPopover")
+    right = header.evaluate("row => row.getBoundingClientRect().right")
+    if path == "/":
+        right = session.evaluate("button => button.getBoundingClientRect().left")
+    search = page.locator(".st-key-palette").evaluate("box => box.getBoundingClientRect().right")
+    assert 0 <= right - search <= 20  # a gap of 16 pixels

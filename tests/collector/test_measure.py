@@ -135,7 +135,7 @@ WRONG = {
     "part": (("--parts", "heads"), "heads"),
     "granularity": (("--by", "head"), "head"),
     "router": (("--parts", "router"), "router"),
-    "model": (("llama99",), "llama99"),
+    "model": (("llama99",), "'llama99' is not a run of"),
     "dataset": (("--dataset", "wikipdia"), "wikipdia"),
     "length": (("--sequence-length", "1000000"), "--sequence-length"),
 }

@@ -676,7 +676,9 @@ DAMAGE = {
         lambda d: edit_config(d, num_hidden_layers=3_000_000), "num_hidden_layers is 3000000: expected 1 to 1000"
     ),
     "no layers": (lambda d: edit_config(d, num_hidden_layers=0), "num_hidden_layers is 0: expected 1 to 1000"),
-    "quantized": (lambda d: edit_config(d, quantization_config={"quant_method": "fp8"}), "is quantized"),
+    "quantized in an unknown way": (
+        lambda d: edit_config(d, quantization_config={"quant_method": "hqq"}), "hqq"
+    ),
     **{
         f"weights in {dtype}": (
             lambda d, dtype=dtype: edit_weights(d, **{"model.norm.weight": torch.ones(256).to(dtype)}),

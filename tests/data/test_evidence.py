@@ -121,6 +121,13 @@ class TestSentences:
         said = evidence.effects(items, "bf16")
         assert said == "One seed cannot tell these from bf16: PV +0.0066 nats; QK +0.0010 nats."
 
+    def test_that_one_seed_gives_no_interval_is_said_once(self):
+        items = [("a", evidence.mean(GAP, [0.1])), ("b", evidence.mean(GAP, [-0.2]))]
+        assert str(evidence.each_of(items, "Gap")) == "Gap: a +0.1000 nats; b −0.2000 nats (1 seed each: no interval)."
+        assert str(evidence.each_of(items[:1], "Gap")) == "Gap: a +0.1000 nats (1 seed: no interval)."
+        mixed = [*items, ("c", evidence.mean(GAP, [0.1, 0.2]))]
+        assert str(evidence.each_of(mixed, "Gap")).count("(1 seed: no interval)") == 2
+
     def test_a_loss_that_is_nan_is_named_as_such(self):
         said = evidence.effects([("a", evidence.mean(GAP, [math.nan] * 4, "sequences"))], "bf16")
         assert str(said) == "Compared with bf16, a loss is NaN or Inf: a."

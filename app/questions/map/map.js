@@ -101,6 +101,7 @@ function drawMap(root, state) {
     root.onpointermove = event => onHover(state, event);
     root.onpointerleave = () => { tip.style.display = 'none'; };
     root.onclick = event => {
+        tip.style.display = 'none'; // the panel moves the cells
         const cell = event.composedPath()[0].closest?.('.cell');
         if (cell?.dataset.id) choose(root, state, cell.dataset.id === state.selected ? null : cell.dataset.id, 0);
     };

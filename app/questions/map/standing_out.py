@@ -30,12 +30,13 @@ Segment = tuple[str, str]  # a text, and the cell that it links to, "" for none
 @dataclass(frozen=True)
 class StandingOut:
     """An operand of one or more GEMMs in neighboring layers or iterations, all of which stand out. cell: the furthest
-    off, at the place `worst`."""
+    off, at the place `worst`. count: of the cells."""
 
     name: str
     cell: str
     value: float
     worst: pd.Series
+    count: int
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def headline(
             why = cause(group.worst)
             segments.append((f" ({number_text(group.value, '.1f')}{f'; {why}' * bool(why)})", ""))
             measured += [exact(measure, group.value), *why.evidence]
-        left = len(groups) - NAMED
+        left = len(bad) - sum(group.count for group in groups[:NAMED])
         segments.append((f" and {left:,} more." if left > 0 else ".", ""))
     else:
         segments.append((f" None loses {limit} or more beyond that.", ""))
@@ -142,7 +143,8 @@ def _groups(bad: pd.DataFrame, rows: list[MapRow], across: str) -> list[Standing
         gemms = f" ({evidence.listed([str(cell['gemm']) for cell in cells])})" if name in several else ""
         worst = min(cells, key=lambda cell: float(cell["value"]))
         cell = cell_name(str(worst["row"]), int(worst[across]))
-        groups.append(StandingOut(_where(name, numbers, across) + gemms, cell, float(worst["value"]), worst))
+        name, count = _where(name, numbers, across) + gemms, len(numbers) * len(cells)
+        groups.append(StandingOut(name, cell, float(worst["value"]), worst, count))
     return sorted(groups, key=lambda group: group.value)
 
 

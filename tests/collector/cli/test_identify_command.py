@@ -46,12 +46,13 @@ def test_identify_fails_if_no_spec_fits(tensors, capsys):
 
 
 @pytest.mark.parametrize(
-    ("q", "part"), [("none.pt", "is no file"), ("q.safetensors:w", "with one of q"), ("x.txt", "cannot be read")]
+    ("q", "part"), [("none.pt", "is not a file"), ("q.safetensors:w", "with one of q"), ("x.txt", "cannot be read")]
 )
 def test_identify_refuses_in_one_line(tensors, capsys, q, part):
     (tensors / "x.txt").write_text("no tensor")
     assert main(["identify", str(tensors / "x.pt"), str(tensors / q)]) == 2
     assert part in (error := capsys.readouterr().err) and error.count("\n") == 1
+    assert "weights_only" not in error
 
 
 def test_conform_passes_and_fails(tmp_path, capsys):
@@ -77,7 +78,7 @@ def test_conform_finds_a_module_in_the_current_directory(tmp_path, monkeypatch):
     ("kernel", "spec", "part"),
     [
         ("kernel", "mxfp4", "module:function"),
-        ("none.py:f", "mxfp4", "is no file"),
+        ("none.py:f", "mxfp4", "is not a file"),
         ("no_such_module:f", "mxfp4", "cannot be imported"),
         ("math:sqrt2", "mxfp4", "has no function"),
         ("math:sqrt", "mxfp5", "unknown format"),
