@@ -114,6 +114,9 @@ class Explore {
         const columns = [['', 'box'], ['Tensor', 'name'], ['GEMM', 'gemm'], ['SQNR', 'number'], ['Δ', 'number']].concat(of ? [['Of', 'of']] : []);
         const titles = { GEMM: 'In which the format loses most of the tensor', SQNR: unit,
             'Δ': 'SQNR minus that of normally distributed values in the same format, dB', Of: 'In what tensors of this name differ' };
+        // Rows that come again keep the place in the list, the focus and the scroll position.
+        const before = this.order && [...this.order.keys()][this.at], kept = before !== undefined && rows.id[this.at] === before;
+        const scrollTop = kept ? this.scroll.scrollTop : 0, focused = kept && this.body.contains(this.root.getRootNode().activeElement);
         this.body = element('tbody');
         // A row of the longest texts of each column gives the columns their widths, whichever rows are in view.
         const longest = texts => texts.reduce((a, b) => (b.length > a.length ? b : a), '');
@@ -123,7 +126,7 @@ class Explore {
         this.grid = element('table', { role: 'grid', 'aria-multiselectable': 'true', 'aria-label': title, 'aria-rowcount': rows.id.length }, head2, this.body);
         this.scroll = element('div', { class: 'scroll' }, this.grid);
         this.scroll.onscroll = () => this.drawRows();
-        this.at = Math.max(0, rows.id.indexOf(this.ticked[0]));
+        if (!kept) this.at = Math.max(0, rows.id.indexOf(this.ticked[0]));
         this.body.onclick = event => {
             const index = event.target.closest('tr')?.dataset.index;
             if (index !== undefined) { this.at = Number(index); this.tick(rows.id[this.at]); }
@@ -134,7 +137,9 @@ class Explore {
         this.left.replaceChildren(head, this.scroll, foot);
         this.order = new Map(rows.id.map((id, index) => [id, index]));
         this.made = '';
+        this.scroll.scrollTop = scrollTop;
         this.drawRows();
+        if (focused) this.body.querySelector(`[data-index="${this.at}"]`)?.focus({ preventScroll: true });
     }
 
     drawRows() {
