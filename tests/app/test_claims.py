@@ -27,9 +27,9 @@ from tests.app.planted import drawn
 from tests.app.test_cost import of_recipes, saved
 from tests.data.builder import make_run
 
-RECORDED = tuple(
-    metric for metric in MAP_MEASURES if metric not in ("effect", "parity_change", "tensor_scale", "oscillating")
-)  # which only some runs have
+# Colors that only some runs have.
+SELDOM = ("effect", "parity_change", "tensor_scale", "oscillating", "twin_bias", "twin_noise")
+RECORDED = tuple(metric for metric in MAP_MEASURES if metric not in SELDOM)
 
 # Questions without a verdict, and why.
 SILENT = {
@@ -102,6 +102,15 @@ def test_every_number_of_a_verdict_is_an_estimate(
     assert any(answer.verdict for answer in answers), [answer.problems for answer in answers]
     for answer in answers:
         assert not claims(answer), answer.verdict
+
+
+def test_gradients_to_noise_are_compared_with_another_format(collected: Path):
+    """Of gradients of weights, whose cells have no expert, and of outputs, whose cells have a column of them."""
+    with Catalog.open(collected) as catalog:
+        for versus in ("mxfp8", "hifp8", catalog.runs()["run_id"].iloc[-1]):
+            query = {"metric": "gradient_to_noise", "format": "mxfp4", "versus": versus}
+            answer = drawn(QUESTIONS["map"], catalog, Filter(quant_type=("mxfp4",)), **query)
+            assert bool(answer.verdict) != bool(answer.problems)
 
 
 @pytest.mark.slow

@@ -49,7 +49,8 @@ def cells(metric: str, query: CellQuery) -> pd.DataFrame:
     """The cells of a map, as in `MapMeasure.cells`. Tensors of no layer are left out."""
     table = MAP_MEASURES[metric].cells(query)
     missing = {name: value for name, value in (("broken", 0), ("expert", None)) if name not in table}
-    return table.assign(**missing).dropna(subset=[query.across]).reset_index(drop=True).astype({query.across: int})
+    table = table.assign(**missing).dropna(subset=[query.across]).reset_index(drop=True)
+    return table.astype({query.across: int, "expert": "Int64"})
 
 
 def difference(table: pd.DataFrame, other: pd.DataFrame, across: str, measure: Measure) -> pd.DataFrame:
