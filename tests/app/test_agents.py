@@ -144,7 +144,7 @@ WRONG = {
     "a change": ("sql", {"statement": "DELETE FROM tensor"}, "only SELECT"),
     "another file": ("sql", {"statement": "SELECT * FROM read_text('/etc/passwd')"}, "/etc/passwd"),
     "too many rows": ("sql", {"statement": "SELECT 1", "rows": 10**6}, "rows is 1000000"),
-    "no file": ("identify", {"x": "/none.pt", "q": "/none.pt"}, "/none.pt is no file"),
+    "no file": ("identify", {"x": "/none.pt", "q": "/none.pt"}, "/none.pt is not a file"),
 }  # fmt: skip
 
 
