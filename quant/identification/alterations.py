@@ -13,8 +13,9 @@ from binade.quant.identification.fitting import neighbors
 from binade.quant.quantizer import fake_quantize
 from binade.quant.reference import from_blocks, per_group, to_blocks
 from binade.quant.rounding import round_to_element
+from binade.quant.scaling import Amax, TwoLevel
 from binade.quant.scheme import Factors, nan_max, read_back, scaled
-from binade.quant.specs import Spec
+from binade.quant.specs import TENSOR, Spec
 
 SMALLEST_NORMAL = 2.0**-126
 
@@ -23,8 +24,10 @@ SMALLEST_NORMAL = 2.0**-126
 class Alteration:
     """One deviation from a spec. words completes "as the spec, but …". A step that is None is the spec's own.
 
+    of       which specs it can change
     before   of the values x, any shape
     scale    of the block scales [groups, 1], with x [groups, block], the spec and the absmax of the outer blocks
+    factors  what the scales stand for, of the same
     encode   x over its scale, of blocks of x and the factors of their scale
     scaled   of x over its scale
     round    of x over its scale: how it is rounded, with the spec
@@ -33,8 +36,10 @@ class Alteration:
     """
 
     words: str
+    of: Callable[[Spec], bool] = lambda spec: True
     before: Callable[[Tensor], Tensor] | None = None
     scale: Callable[[Tensor, Tensor, Spec, Tensor], Tensor] | None = None
+    factors: Callable[[Tensor, Tensor, Spec, Tensor], Factors] | None = None
     encode: Callable[[Tensor, Factors], Tensor] = scaled
     scaled: Callable[[Tensor], Tensor] | None = None
     round: Callable[[Tensor, Spec], Tensor] | None = None
@@ -50,6 +55,8 @@ class Alteration:
         if self.scale:
             scale = self.scale(scale, blocks, spec, outer)
         factors = spec.scaling.factors(scale, spec, outer)
+        if self.factors:
+            factors = self.factors(scale, blocks, spec, outer)
         encoded = self.encode(blocks, factors)
         if self.scaled:
             encoded = self.scaled(encoded)
@@ -87,23 +94,57 @@ def _times(factor: float) -> Callable[[Tensor, Tensor, Spec, Tensor], Tensor]:
     return scale
 
 
+def _stored_element(spec: Spec) -> Element:
+    assert spec.scaling.stored is not None
+    return spec.scaling.stored
+
+
 def _stored(up: bool) -> Callable[[Tensor, Tensor, Spec, Tensor], Tensor]:
     """Scales rounded up or down to their stored element instead of to nearest."""
 
     def scale(scale: Tensor, x: Tensor, spec: Spec, absmax: Tensor) -> Tensor:
-        element = spec.scaling.stored
-        if element is None or not element.mantissa_bits or spec.scaling.per_element:
-            return scale
         wanted = spec.scaling.wanted(nan_max(x), spec, absmax)[0]
-        return neighbors(wanted, element)[up]
+        return neighbors(wanted, _stored_element(spec))[up]
 
     return scale
 
 
+def _normal(scale: Tensor, x: Tensor, spec: Spec, absmax: Tensor) -> Tensor:
+    """Stored scales without the subnormals of their element, as torchao clamps those of NVFP4."""
+    return scale.clamp(min=2.0 ** _stored_element(spec).tiers[0][0])
+
+
+def _by_quotients(scale: Tensor, x: Tensor, spec: Spec, absmax: Tensor) -> Tensor:
+    """Stored block scales as largest / max over the tensor scale, each step a float32 division."""
+    largest = nan_max(x) / torch.full_like(scale, spec.format.max)
+    return _on(E4M3)(largest / (absmax / spec.scaling.kernel_constant(spec)))
+
+
+def _product(scale: Tensor, x: Tensor, spec: Spec, absmax: Tensor) -> Factors:
+    """Block scale times tensor scale is one factor, and x is multiplied by (1 / tensor scale) / block scale."""
+    outer = absmax / spec.scaling.kernel_constant(spec)
+    return Factors(((1 / outer) / scale).nan_to_num(posinf=0.0), scale * outer)
+
+
+def _quotient(scale: Tensor, x: Tensor, spec: Spec, absmax: Tensor) -> Factors:
+    """The factor is absmax / max, and x is multiplied by its reciprocal."""
+    largest = absmax if spec.block == TENSOR else nan_max(x)
+    factor = largest / torch.full_like(largest, spec.format.max)
+    return Factors(1 / factor, factor)
+
+
+def _over_multiplier(scale: Tensor, x: Tensor, spec: Spec, absmax: Tensor) -> Factors:
+    """Block scale over a tensor scale that multiplies x, limit / absmax, as in compressed-tensors."""
+    factor = scale / (torch.full_like(absmax, spec.scaling.kernel_constant(spec)) / absmax)
+    return Factors(scale=factor)
+
+
+def _of_torchao(scale: Tensor, x: Tensor, spec: Spec, absmax: Tensor) -> Tensor:
+    return _normal(_by_quotients(scale, x, spec, absmax), x, spec, absmax)
+
+
 def _of_bf16(scale: Tensor, x: Tensor, spec: Spec, absmax: Tensor) -> Tensor:
     """Scales as a kernel has them that computes and stores them in bfloat16."""
-    if spec.scaling.per_element or spec.scaling.stored is not None:
-        return scale
     if spec.scaling.factors(scale, spec, absmax).encode is scale:
         return (1 / scale).to(BF16).float().reciprocal()
     return scale.to(BF16).float()
@@ -159,6 +200,23 @@ def _largest_dropped(values: Tensor, spec: Spec, encoded: Tensor) -> Tensor:
     return values.clamp(-second, second)
 
 
+def _stores_fractions(spec: Spec) -> bool:
+    stored = spec.scaling.stored
+    return stored is not None and bool(stored.mantissa_bits) and not spec.scaling.per_element
+
+
+def _has_float_scales(spec: Spec) -> bool:
+    return spec.scaling.stored is None and not spec.scaling.per_element
+
+
+def _is_quotient(spec: Spec) -> bool:
+    return isinstance(spec.scaling, Amax) and not spec.scaling.pow2
+
+
+def _has_two_levels(spec: Spec) -> bool:
+    return isinstance(spec.scaling, TwoLevel) and spec.scaling.outer == TENSOR
+
+
 BF16, FP16 = torch.bfloat16, torch.float16
 TOWARD_ZERO = Alteration("values are rounded toward 0 (truncated)", round=_toward_zero)
 AWAY_FROM_ZERO = Alteration("values are rounded away from 0", round=_away_from_zero)
@@ -179,10 +237,22 @@ ALTERATIONS = (
     Alteration("the largest code is not used", values=_largest_dropped),
     Alteration("scales are one binade higher", scale=_times(2.0)),
     Alteration("scales are one binade lower", scale=_times(0.5)),
-    Alteration("scales are rounded up when they are stored", scale=_stored(True)),
-    Alteration("scales are rounded down when they are stored", scale=_stored(False)),
-    Alteration("scales are rounded to bfloat16", scale=_of_bf16),
+    Alteration("scales are rounded up when they are stored", _stores_fractions, scale=_stored(True)),
+    Alteration("scales are rounded down when they are stored", _stores_fractions, scale=_stored(False)),
+    Alteration("stored scales are at least the smallest normal of their element", _stores_fractions, scale=_normal),
+    Alteration("scales are rounded to bfloat16", _has_float_scales, scale=_of_bf16),
     Alteration("x is divided by its scale, and not multiplied by the reciprocal", encode=_divided),
+    Alteration("codes are multiplied by one factor, absmax / max, by whose reciprocal x is multiplied", _is_quotient,
+               factors=_quotient),
+    Alteration("codes are multiplied by one factor, absmax / max, by which x is divided", _is_quotient,
+               factors=_quotient, encode=_divided),
+    Alteration("codes are multiplied by the product of both scales", _has_two_levels, factors=_product),
+    Alteration("codes are multiplied by the product of both scales, by which x is divided", _has_two_levels,
+               scale=_by_quotients, factors=_product, encode=_divided),
+    Alteration("codes are multiplied by the product of both scales, which are computed as in torchao, block scales at "
+               "least 2^-6", _has_two_levels, scale=_of_torchao, factors=_product),
+    Alteration("codes are multiplied by block scale / (448 · max / absmax), by which x is divided, as in "
+               "compressed-tensors", _has_two_levels, factors=_over_multiplier, encode=_divided),
     TOWARD_ZERO,
     AWAY_FROM_ZERO,
     Alteration("values are rounded down", round=_down),
@@ -195,6 +265,7 @@ ALTERATIONS = (
     Alteration("values are rounded twice: x to E5M2 first", before=_through("fp8_e5m2(scale=none)")),
     Alteration("values are rounded twice: x to mxfp8 first", before=_through("mxfp8")),
     Alteration("values are rounded twice: x to mxfp8_e5m2 first", before=_through("mxfp8_e5m2")),
-    Alteration("scales, and x over its scale, are rounded to bfloat16", scale=_of_bf16, scaled=_cast(BF16)),
+    Alteration("scales, and x over its scale, are rounded to bfloat16", _has_float_scales, scale=_of_bf16,
+               scaled=_cast(BF16)),
 )  # fmt: skip
 """The alterations that `identify` tries, the simplest first."""

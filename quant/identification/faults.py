@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from binade.quant.elements import E4M3
 from binade.quant.identification.alterations import AWAY_FROM_ZERO, TOWARD_ZERO
@@ -35,6 +36,17 @@ def either_neighbor(pair: Pair, spec: Spec) -> Compute:
         return torch.where(possible, part.q.float(), pair.rounded(spec, part))
 
     return compute
+
+
+def is_between(pair: Pair, spec: Spec) -> bool:
+    """Whether each q of a small sample is one of the two neighbors that the spec's scale gives x."""
+
+    def decide() -> bool:
+        few = pair.few(spec)
+        lower, upper = (pair.rounded(spec, few, alteration) for alteration in (TOWARD_ZERO, AWAY_FROM_ZERO))
+        return not bool((is_apart(lower, few.q) & is_apart(upper, few.q)).any())
+
+    return pair.answer(("between", spec), decide)
 
 
 def is_stochastic(pair: Pair, spec: Spec) -> bool:
@@ -91,10 +103,38 @@ def _other_absmax_words(absmax: Tensor, own: Tensor, several: bool) -> str:
     return f"{values}{', or that times a power of two' if several else ''}, as of another tensor"
 
 
+def may_be_misread(pair: Pair, spec: Spec) -> bool:
+    """Whether a corner of q holds the codes of the spec times one factor for each block, along either axis."""
+    if not _has_own_factors(spec):
+        return False
+    part = replace(pair.corner, given=float(pair.absmax))
+    y, own = _with_multipliers(part, spec)
+    axis = y.shape[1]
+    columns = spec.block.columns or axis if spec.block else axis
+    codes = y.double() / own.repeat_interleave(columns, 1)[:, :axis]
+    used = (codes != 0) & codes.isfinite()
+    if not used.any() or bool((part.q[codes == 0] != 0).any()):
+        return False
+    factors = torch.where(used, part.q.double() / codes, torch.nan)
+    return any(_one_a_block(one, columns, TOLERANCE[part.q.dtype]) for one in (factors, factors.T))
+
+
+def _one_a_block(factors: Tensor, length: int, tolerance: float) -> bool:
+    """Whether the factors along the last axis agree within blocks of this length, but for NaN."""
+    blocks = pad(factors, (0, -factors.shape[-1] % length), value=torch.nan).reshape(-1, length)
+    most = blocks.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).amax(-1)
+    least = blocks.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf).amin(-1)
+    return bool((least >= most * (1 - tolerance)).all())
+
+
+def _has_own_factors(spec: Spec) -> bool:
+    scaling = spec.scaling
+    return spec.has_blocks and not scaling.per_element and scaling.outer in (None, TENSOR) and not scaling.of_blocks
+
+
 def misread(pair: Pair, spec: Spec) -> Iterator[tuple[Compute, str]]:
     """The codes of the spec with scales from another place. What they compute has as many lines as the part."""
-    scaling = spec.scaling
-    if not spec.has_blocks or scaling.per_element or scaling.outer not in (None, TENSOR) or scaling.of_blocks:
+    if not _has_own_factors(spec):
         return
     y, own = _with_multipliers(pair, spec)
     rows = spec.block.rows or 1 if spec.block else 1

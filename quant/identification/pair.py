@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -98,13 +98,19 @@ class Pair:
 
     def _explained(self, spec: Spec, absolute: float, near: bool) -> bool:
         element, block = fitted(spec)
-        key = element, block, absolute, near
-        if key not in self._answers:
+
+        def decide() -> bool:
             part = self.sample(spec)
             if block not in self._groups:
                 self._groups[block] = groups_of(part.x, part.q, block)
-            groups = self._groups[block]
-            self._answers[key] = explains(groups, element, block, self.q.dtype, absolute=absolute, near=near)
+            return explains(self._groups[block], element, block, self.q.dtype, absolute=absolute, near=near)
+
+        return self.answer((element, block, absolute, near), decide)
+
+    def answer(self, key: tuple[object, ...], decide: Callable[[], bool]) -> bool:
+        """What `decide` says, which is asked once for each key."""
+        if key not in self._answers:
+            self._answers[key] = decide()
         return self._answers[key]
 
     def few(self, spec: Spec) -> Pair:
@@ -118,6 +124,11 @@ class Pair:
     def head(self) -> Pair:
         """The first lines."""
         return self._part(torch.arange(min(len(self.x), LINES)), self.x.shape[1])
+
+    @property
+    def corner(self) -> Pair:
+        """The first lines and columns, of whole blocks; of a small tensor all."""
+        return self._samples["tile"]
 
     @cached_property
     def band(self) -> Pair:

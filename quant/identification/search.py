@@ -257,11 +257,15 @@ def _turned_back(pair: Pair, whole: Pair, spec: Spec, plain: Spec) -> Iterator[A
 
 
 def _altered(pair: Pair, tried: Sequence[Spec], plain: Sequence[Attempt]) -> Iterator[Attempt]:
-    """Each alteration of the specs that explain the sample: those of scales of all, the others of the nearest."""
+    """Each alteration of the specs that explain the sample: those that change most values, as they change scales or how
+    values are rounded, of all; the others of the nearest."""
     usual = [trial.spec for trial in plain if _is_usual(trial.spec)]
     for place, spec in enumerate(usual):
         for alteration in ALTERATIONS:
-            if place >= ALTERED and not alteration.scale:
+            changes_most = alteration.scale or alteration.factors or alteration.round
+            if not alteration.of(spec) or (place >= ALTERED and not changes_most):
+                continue
+            if alteration.round and not faults.is_between(pair, spec):
                 continue
             compute, few = _computed(pair, spec, alteration), pair.few(spec)
             if is_apart(compute(few), few.q).any():
@@ -284,10 +288,9 @@ def _random(pair: Pair, tried: Sequence[Spec], plain: Sequence[Attempt]) -> Iter
     for spec in pair.surviving(tried):
         if spec.rounding == RoundingMode.NEAREST and RoundingMode.STOCHASTIC in spec.scaling.roundings:
             stochastic = Spec.of(spec, rounding="stochastic")
-            compute = faults.either_neighbor(pair, spec)
-            few = pair.few(spec)
-            if is_apart(compute(few), few.q).any():
+            if not faults.is_between(pair, spec):
                 continue
+            compute = faults.either_neighbor(pair, spec)
             trial = _trial(pair, stochastic, compute, "with another source of random numbers")
             if trial.apart == 0 and faults.is_stochastic(pair, spec):
                 yield trial
@@ -306,7 +309,7 @@ def _of_other_scales(pair: Pair, tried: Sequence[Spec], plain: Sequence[Attempt]
         for spec in swapped.surviving(four_bits):
             words = "the two codes of each byte are swapped"
             yield _trial(pair, spec, lambda part, spec=spec: faults.swapped(pair.rounded(spec, part)), words)  # type: ignore[misc]
-    possible = pair.surviving(usual, near=False)
+    possible = [spec for spec in pair.surviving(usual, near=False) if faults.may_be_misread(pair, spec)]
     for spec in sorted(possible, key=_likely_first)[:ALTERED]:
         for found in faults.misread(pair, spec):
             trial = _trial(pair, spec, *found, part=pair.head)

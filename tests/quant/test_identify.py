@@ -192,7 +192,48 @@ def divided(x):
     return library_round("fp8_e4m3", x / scale) * scale
 
 
+def transposed_of_8_bits(x):
+    """Many elements and rules can give one factor for each block."""
+    largest = np.abs(x.reshape(len(x), -1, 32)).max(-1)
+    scale = np.exp2(np.ceil(np.log2(largest)) - 15).astype(np.float32)
+    codes = library_round("mxfp8_e5m2", x / scale.repeat(32, 1))
+    return codes * scale.T.reshape(scale.shape).repeat(32, 1)
+
+
+def one_factor(x):
+    """Current scaling as in compressed-tensors."""
+    scale = np.abs(x).max() / np.float32(448)
+    return library_round("fp8_e4m3", x / scale) * scale
+
+
+def two_scales(x, largest, encode):
+    """NVFP4 with codes times the product of both scales."""
+    outer = np.abs(x).max() / np.float32(448 * 6)
+    stored = largest(np.abs(x.reshape(len(x), -1, 16)).max(-1) / np.float32(6), outer)
+    stored = stored.astype(ml_dtypes.float8_e4m3fn).astype(np.float32).repeat(16, 1)
+    codes = encode(x, stored, outer).clip(-6, 6).astype(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    return codes * (stored * outer)
+
+
+def as_torchao(x):
+    """nvfp4_quantize with a tensor scale; one block is so small that its scale is raised to 2^-6."""
+    x[0, :16] *= np.float32(1e-4)
+    return two_scales(
+        x,
+        lambda largest, outer: (largest / outer).clip(np.float32(2**-6), np.float32(448)),
+        lambda x, stored, outer: x * ((np.float32(1) / outer) / stored),
+    )
+
+
+def by_division(x):
+    return two_scales(x, lambda largest, outer: largest / outer, lambda x, stored, outer: x / (stored * outer))
+
+
 FAULTS = {
+    "transposed scales of E5M2": (transposed_of_8_bits, "transposed"),
+    "one factor": (one_factor, "one factor, absmax / max, by which x is divided"),
+    "NVFP4 as torchao": (as_torchao, "as in torchao"),
+    "NVFP4 with a division": (by_division, "the product of both scales, by which x is divided"),
     "x divided by its scale": (divided, "divided by its scale"),
     "bfloat16 first": (lambda x: mx("mxfp8", x.astype(ml_dtypes.bfloat16).astype(np.float32), "floor", 32), "bfloat16"),
     "rounded twice": (lambda x: mx("mxfp4", mx("mxfp8", x, "floor", 32), "floor", 32), "rounded twice"),
@@ -208,7 +249,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_named(fault):
     plant, expected = FAULTS[fault]
-    x = values(7, (96, 128))
+    x = values(7, (96, 160))
     found = named(x, plant(x))
     assert found.spec is None
     assert expected in words(found), str(found)
