@@ -18,6 +18,7 @@ from binade.quant.scheme import Factors, nan_max, read_back, scaled
 from binade.quant.specs import TENSOR, Spec
 
 SMALLEST_NORMAL = 2.0**-126
+ChangeScale = Callable[[Tensor, Tensor, Spec, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Alteration:
     words: str
     of: Callable[[Spec], bool] = lambda spec: True
     before: Callable[[Tensor], Tensor] | None = None
-    scale: Callable[[Tensor, Tensor, Spec, Tensor], Tensor] | None = None
+    scale: ChangeScale | None = None
     factors: Callable[[Tensor, Tensor, Spec, Tensor], Factors] | None = None
     encode: Callable[[Tensor, Factors], Tensor] = scaled
     scaled: Callable[[Tensor], Tensor] | None = None
@@ -83,7 +84,7 @@ def _through(spec: str) -> Callable[[Tensor], Tensor]:
     return lambda x: fake_quantize(x, spec)
 
 
-def _times(factor: float) -> Callable[[Tensor, Tensor, Spec, Tensor], Tensor]:
+def _times(factor: float) -> ChangeScale:
     """Scales that divide x grow by the factor; those that multiply it, as in current scaling, shrink."""
 
     def scale(scale: Tensor, x: Tensor, spec: Spec, absmax: Tensor) -> Tensor:
@@ -99,12 +100,14 @@ def _stored_element(spec: Spec) -> Element:
     return spec.scaling.stored
 
 
-def _stored(up: bool) -> Callable[[Tensor, Tensor, Spec, Tensor], Tensor]:
-    """Scales rounded up or down to their stored element instead of to nearest."""
+def _stored(up: bool, wanted: Callable[[Tensor, Spec, Tensor], Tensor] | None = None) -> ChangeScale:
+    """Scales rounded up or down to their stored element instead of to nearest. wanted: what is rounded, of the largest
+    magnitudes; by default as the spec computes it."""
 
     def scale(scale: Tensor, x: Tensor, spec: Spec, absmax: Tensor) -> Tensor:
-        wanted = spec.scaling.wanted(nan_max(x), spec, absmax)[0]
-        return neighbors(wanted, _stored_element(spec))[up]
+        largest = nan_max(x)
+        value = wanted(largest, spec, absmax) if wanted else spec.scaling.wanted(largest, spec, absmax)[0]
+        return neighbors(value, _stored_element(spec))[up]
 
     return scale
 
@@ -114,10 +117,13 @@ def _normal(scale: Tensor, x: Tensor, spec: Spec, absmax: Tensor) -> Tensor:
     return scale.clamp(min=2.0 ** _stored_element(spec).tiers[0][0])
 
 
+def _quotients(largest: Tensor, spec: Spec, absmax: Tensor) -> Tensor:
+    """Block scales before they are stored as largest / max over the tensor scale, each step a float32 division."""
+    return largest / torch.full_like(largest, spec.format.max) / (absmax / spec.scaling.kernel_constant(spec))
+
+
 def _by_quotients(scale: Tensor, x: Tensor, spec: Spec, absmax: Tensor) -> Tensor:
-    """Stored block scales as largest / max over the tensor scale, each step a float32 division."""
-    largest = nan_max(x) / torch.full_like(scale, spec.format.max)
-    return _on(E4M3)(largest / (absmax / spec.scaling.kernel_constant(spec)))
+    return _on(E4M3)(_quotients(nan_max(x), spec, absmax))
 
 
 def _product(scale: Tensor, x: Tensor, spec: Spec, absmax: Tensor) -> Factors:
@@ -191,7 +197,9 @@ def _signed_zero(values: Tensor, spec: Spec, encoded: Tensor) -> Tensor:
 
 
 def _overflow_nan(values: Tensor, spec: Spec, encoded: Tensor) -> Tensor:
-    return torch.where(encoded.abs() > spec.format.max, torch.nan, values)
+    """NaN where rounding would give more than the largest code, as a cast of ml_dtypes does it."""
+    beyond = round_to_element(encoded, spec.format.element, spec.rounding, Overflow.INF)
+    return torch.where(beyond.isinf(), torch.nan, values)
 
 
 def _largest_dropped(values: Tensor, spec: Spec, encoded: Tensor) -> Tensor:
@@ -239,6 +247,10 @@ ALTERATIONS = (
     Alteration("scales are one binade lower", scale=_times(0.5)),
     Alteration("scales are rounded up when they are stored", _stores_fractions, scale=_stored(True)),
     Alteration("scales are rounded down when they are stored", _stores_fractions, scale=_stored(False)),
+    Alteration("scales are rounded up when they are stored", _has_two_levels, scale=_stored(True, _quotients),
+               factors=_product),
+    Alteration("scales are rounded down when they are stored", _has_two_levels, scale=_stored(False, _quotients),
+               factors=_product),
     Alteration("stored scales are at least the smallest normal of their element", _stores_fractions, scale=_normal),
     Alteration("scales are rounded to bfloat16", _has_float_scales, scale=_of_bf16),
     Alteration("x is divided by its scale, and not multiplied by the reciprocal", encode=_divided),

@@ -131,6 +131,12 @@ def test_division_by_the_scale_is_told_from_its_reciprocal():
     assert "divided by its scale" in words(named(x, q))
 
 
+def test_a_cast_without_saturation_is_named():
+    x = values(13) * 8
+    found = named(x, x.astype(ml_dtypes.float8_e4m3fnuz).astype(np.float32))
+    assert "becomes NaN" in words(found), str(found)
+
+
 def every_second_row(x):
     q = mx("mxfp4", x, "rceil", 32)
     q[1::2] *= np.float32(1.25)
