@@ -90,9 +90,9 @@ class Options:
 class Softmax:
     """What the product of attention probabilities and values multiplies.
 
-    tile      None: the softmax of a whole row ("full"). Otherwise, as flash kernels do, exp(S − m) of tiles of this many
-              keys ("flash(tile=64)"), where m is the maximum of a row over the tiles so far. The rows of the product
-              are divided by the sums of the rows afterwards
+    tile      None: the softmax of a whole row ("full"). Otherwise, as flash kernels do, exp(S − m) of tiles of this
+              many keys ("flash(tile=64)"), where m is the maximum of a row over the tiles so far. The rows of the
+              product are divided by the sums of the rows afterwards
     reversed  whether the tiles are taken from the last to the first ("flash(keys=reversed)")
     rounded   whether the backward pass is that of Attn-QAT ("flash(backward=rounded)"), see `quant.attention`
     """

@@ -385,8 +385,8 @@ class TwoLevel(Scaling):
     float32, m the element's largest value (E2M1: 6; INT4, arXiv 2510.25602: 7):
 
     S = min(448·m / absmax, largest float32), 1 where absmax is 0; a block's scale is e4m3(blockmax · (S · (1/m))),
-    saturating, 0 where it underflows; torchao's is at least 2^-6. An element is read back as v · scale · (absmax /
-    (448·m)).
+    saturating, 0 where it underflows; in torchao's `nvfp4_tensor.py`, not in its kernels for training, it is at least
+    2^-6. An element is read back as v · scale · (absmax / (448·m)).
     """
 
     shares = "an E4M3 scale for {block} and one for the tensor"
