@@ -120,8 +120,8 @@ class Even(PowerOfTwoScaling):
 
 class RCeil(PowerOfTwoScaling):
     """Block scale 2^ceil(log2(absmax / max)), E8M0: no value saturates. NVIDIA cuDNN, Transformer Engine, torchao's
-    RCEIL. Transformer Engine's kernel for tiles multiplies by float32(1/max): another scale within an ulp of
-    max · 2^k."""
+    RCEIL. Kernels that multiply by float32(1/max), as Transformer Engine's for tiles, get the same scale where the
+    product is normal; for INT8, not of the float32 above max · 2^k."""
 
     name = "rceil"
     clips = False

@@ -93,7 +93,7 @@ def test_a_latent_of_every_absmax_has_the_scale_of_the_kernel():
     assert not found[~large].any() and expected[~large].any()
 
 
-@pytest.mark.parametrize("largest", [6, 448])
+@pytest.mark.parametrize("largest", [6, 7.5, 28, 448, 57344])
 def test_a_product_with_the_rounded_reciprocal_gives_the_exact_scale(largest):
     """For all mantissas of an absmax."""
     amax = (np.arange(1 << 23, dtype=np.uint32) | np.uint32(0x3F800000)).view(F32)
