@@ -25,7 +25,7 @@ FastVideo 2f3d407 (Attn-QAT) and SageAttention d1a57a5 (SageAttention3), in what
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -156,9 +156,11 @@ def _over_tiles(softmax: Softmax, factors: Tensor, a: Tensor, b: Tensor | None) 
     """a · b, or the sums of a's rows, in float32: what the tiles before contribute is multiplied by each factor."""
     result = torch.zeros((), dtype=torch.float32, device=a.device)
     parts = _tiles(a, softmax)
-    keys = [None] * len(parts) if b is None else _tiles(b, softmax, -2)
-    order = list(zip(factors.unbind(-1), parts, keys, strict=True))
-    for factor, part, values in reversed(order) if softmax.reversed else order:
+    values_of: Sequence[Tensor | None] = [None] * len(parts) if b is None else _tiles(b, softmax, -2)
+    order = list(zip(factors.unbind(-1), parts, values_of, strict=True))
+    if softmax.reversed:
+        order.reverse()
+    for factor, part, values in order:
         part = part.float()
         of_tile = part.sum(-1, keepdim=True) if values is None else part @ values.float()
         result = result * factor[..., None] + of_tile
