@@ -6,7 +6,8 @@ Forward, for tiles of keys from the first to the last, m being the maximum of a 
     O ← O · exp(m_before − m) + P̃ V                   float32
     l ← l · exp(m_before − m) + rowsum(P̃)             float32, P̃ before it is rounded
 
-and at the end O / l; rows without keys are 0. Backward, with the normalized P = exp(S − m − log l) computed again:
+and at the end O / l; rows without keys are 0. `softmax=flash(keys=reversed)` takes the tiles from the last to the
+first, as FlashAttention-3 does. Backward, with the normalized P = exp(S − m − log l) computed again:
 
     dV = Pᵀ dO              P rounded to the spec of wgrad's operand
     dP = dO Vᵀ              float32
@@ -24,7 +25,7 @@ FastVideo 2f3d407 (Attn-QAT) and SageAttention d1a57a5 (SageAttention3), in what
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -32,7 +33,7 @@ import torch
 from torch import Tensor
 
 from binade.quant.gemm import Observed, Rounding, Tap, gradients
-from binade.quant.specs import GemmFormats, Smooth
+from binade.quant.specs import GemmFormats, Smooth, Softmax
 
 GROUP = 128  # tokens whose queries share a mean
 
@@ -50,16 +51,19 @@ def flash(scores: Tensor, value: Tensor, how: Rounding, tap: Tap | None = None) 
 class _Flash(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scores: Tensor, value: Tensor, how: Rounding, tap: Tap | None) -> Tensor:
-        ctx.tile, how = cast(int, how.formats.softmax.tile), how.begun()
-        tile = ctx.tile
-        maxima = _running_maxima(scores, tile)  # [..., m, tiles]
-        before = torch.cat((maxima[..., :1], maxima[..., :-1]), -1)
+        ctx.softmax, how = how.formats.softmax, how.begun()
+        softmax: Softmax = ctx.softmax
+        maxima = _running_maxima(scores, softmax)  # [..., m, tiles]
+        if softmax.reversed:
+            before = torch.cat((maxima[..., 1:], maxima[..., -1:]), -1)
+        else:
+            before = torch.cat((maxima[..., :1], maxima[..., :-1]), -1)
         factors = (before - maxima).exp()
-        weights = (scores - _by_key(maxima, tile, scores)).exp()
-        total = _over_tiles(tile, factors, weights, None)
+        weights = (scores - _by_key(maxima, softmax, scores)).exp()
+        total = _over_tiles(softmax, factors, weights, None)
 
         def product(a: Tensor, b: Tensor) -> Tensor:
-            sums = _over_tiles(tile, factors, a.to(value.dtype), b)
+            sums = _over_tiles(softmax, factors, a.to(value.dtype), b)
             return torch.where(total == 0, 0.0, sums / total).to(value.dtype)
 
         a = how.operand(_operand(weights, how, "forward_a", value), "forward_a", -1, tap, "a")
@@ -67,10 +71,10 @@ class _Flash(torch.autograd.Function):
         output = product(a, b)
         if tap:
             tap(Observed("y", output, exact=how.exact("forward", lambda: product(weights, value.detach()))))
-        log_sum = torch.where(total == 0, torch.inf, maxima[..., -1:] + total.log())
+        log_sum = torch.where(total == 0, torch.inf, maxima.amax(-1, keepdim=True) + total.log())
         unrounded = output
-        if how.formats.softmax.rounded:
-            unrounded = torch.where(total == 0, 0.0, _over_tiles(tile, factors, weights, b) / total)
+        if softmax.rounded:
+            unrounded = torch.where(total == 0, 0.0, _over_tiles(softmax, factors, weights, b) / total)
         ctx.save_for_backward(scores, value, unrounded, log_sum)
         ctx.how, ctx.tap = how, tap
         return output
@@ -83,9 +87,9 @@ class _Flash(torch.autograd.Function):
         tap: Tap | None = ctx.tap
         probs = (scores - log_sum).exp()
         if tap:
-            factors = (_running_maxima(scores, ctx.tile) - log_sum).exp()
-            tap = _scaled(tap, lambda x: x * _by_key(factors, ctx.tile, scores))
-        rounded = how.rounded_forward(probs, "forward_a", -1) if how.formats.softmax.rounded else None
+            factors = (_running_maxima(scores, ctx.softmax) - log_sum).exp()
+            tap = _scaled(tap, lambda x: x * _by_key(factors, ctx.softmax, scores))
+        rounded = how.rounded_forward(probs, "forward_a", -1) if ctx.softmax.rounded else None
         grad_probs, grad_value = gradients(
             _operand(probs, how, "wgrad_a", value), value, grad, how, ctx.needs_input_grad, tap=tap,
             dgrad_dtype=torch.float32, rounded_a=None if rounded is None else _operand(rounded, how, "wgrad_a", value),
@@ -130,25 +134,36 @@ def smoothed(
     return query, rest, complete
 
 
-def _running_maxima(scores: Tensor, tile: int) -> Tensor:
-    """[..., m, tiles]: the maximum of each row over the tiles so far, finite even where all keys are masked."""
-    maxima = torch.stack([part.amax(-1) for part in torch.split(scores, tile, -1)], -1)
-    return maxima.cummax(-1).values.clamp(min=torch.finfo(scores.dtype).min)
+def _running_maxima(scores: Tensor, softmax: Softmax) -> Tensor:
+    """[..., m, tiles]: for each tile, the maximum of each row over it and the tiles taken before it, finite even where
+    all keys are masked."""
+    maxima = torch.stack([part.amax(-1) for part in _tiles(scores, softmax)], -1)
+    so_far = maxima.flip(-1).cummax(-1).values.flip(-1) if softmax.reversed else maxima.cummax(-1).values
+    return so_far.clamp(min=torch.finfo(scores.dtype).min)
 
 
-def _by_key(x: Tensor, tile: int, scores: Tensor) -> Tensor:
+def _tiles(x: Tensor, softmax: Softmax, dim: int = -1) -> tuple[Tensor, ...]:
+    """x in tiles of keys, the first keys first."""
+    return torch.split(x, cast(int, softmax.tile), dim)
+
+
+def _by_key(x: Tensor, softmax: Softmax, scores: Tensor) -> Tensor:
     """x [..., m, tiles] for each key."""
-    return x.repeat_interleave(tile, -1)[..., : scores.shape[-1]]
+    return x.repeat_interleave(cast(int, softmax.tile), -1)[..., : scores.shape[-1]]
 
 
-def _over_tiles(tile: int, factors: Tensor, a: Tensor, b: Tensor | None) -> Tensor:
+def _over_tiles(softmax: Softmax, factors: Tensor, a: Tensor, b: Tensor | None) -> Tensor:
     """a · b, or the sums of a's rows, in float32: what the tiles before contribute is multiplied by each factor."""
     result = torch.zeros((), dtype=torch.float32, device=a.device)
-    for number, part in enumerate(torch.split(a, tile, -1)):
-        keys = slice(number * tile, number * tile + tile)
+    parts = _tiles(a, softmax)
+    values_of: Sequence[Tensor | None] = [None] * len(parts) if b is None else _tiles(b, softmax, -2)
+    order = list(zip(factors.unbind(-1), parts, values_of, strict=True))
+    if softmax.reversed:
+        order.reverse()
+    for factor, part, values in order:
         part = part.float()
-        of_tile = part.sum(-1, keepdim=True) if b is None else part @ b[..., keys, :].float()
-        result = result * factors[..., number, None] + of_tile
+        of_tile = part.sum(-1, keepdim=True) if values is None else part @ values.float()
+        result = result * factor[..., None] + of_tile
     return result
 
 

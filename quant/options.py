@@ -90,32 +90,41 @@ class Options:
 class Softmax:
     """What the product of attention probabilities and values multiplies.
 
-    tile     None: the softmax of a whole row ("full"). Otherwise, as flash kernels do, exp(S − m) of tiles of this many
-             keys ("flash(tile=64)"), where m is the maximum of a row over the tiles so far. The rows of the product
-             are divided by the sums of the rows afterwards
-    rounded  whether the backward pass is that of Attn-QAT ("flash(backward=rounded)"), see `quant.attention`
+    tile      None: the softmax of a whole row ("full"). Otherwise, as flash kernels do, exp(S − m) of tiles of this
+              many keys ("flash(tile=64)"), where m is the maximum of a row over the tiles so far. The rows of the
+              product are divided by the sums of the rows afterwards
+    reversed  whether the tiles are taken from the last to the first ("flash(keys=reversed)")
+    rounded   whether the backward pass is that of Attn-QAT ("flash(backward=rounded)"), see `quant.attention`
     """
 
     tile: int | None = None
     rounded: bool = False
+    reversed: bool = False
 
     def __str__(self) -> str:
-        options = [f"tile={self.tile}"] * (self.tile != DEFAULT_TILE) + ["backward=rounded"] * self.rounded
-        return "flash" + f"({', '.join(options)})" * bool(options) if self.tile else "full"
+        if not self.tile:
+            return "full"
+        tile = [] if self.tile == DEFAULT_TILE else [f"tile={self.tile}"]
+        options = tile + [text for text, field in FLAGS.items() if getattr(self, field)]
+        return f"flash({', '.join(options)})" if options else "flash"
 
     @classmethod
     def parse(cls, text: str) -> Softmax:
-        """Parse "full", "flash", "flash(tile=64)" or "flash(tile=64, backward=rounded)". Raises SpecError."""
+        """Parse "full", "flash", "flash(tile=64)" or "flash(tile=64, keys=reversed, backward=rounded)", in any order.
+        Raises SpecError."""
         if text == "full":
             return cls()
-        options = r"tile=([1-9]\d{0,8})(,backward=rounded)?|(backward=rounded)"
-        flash = re.fullmatch(rf"flash(?:\((?:{options})\))?", text.replace(" ", ""))
-        if not flash:
+        flash = re.fullmatch(r"flash(?:\(([^()]+)\))?", text.replace(" ", ""))
+        options = flash[1].split(",") if flash and flash[1] else []
+        tiles = [option for option in options if re.fullmatch(r"tile=[1-9]\d{0,8}", option)]
+        flags = [option for option in options if option in FLAGS]
+        if not flash or len(tiles) > 1 or len({*tiles, *flags}) != len(options):
             raise SpecError(
-                f"softmax={text} is not known: expected full, flash or flash(tile={DEFAULT_TILE}, backward=rounded), "
-                "of whose options each may be left out"
+                f"softmax={text} is not known: expected full, flash or flash(tile={DEFAULT_TILE}, "
+                f"{', '.join(FLAGS)}), of whose options each may be left out"
             )
-        return cls(int(flash[1] or DEFAULT_TILE), bool(flash[2] or flash[3]))
+        tile = int(tiles[0].removeprefix("tile=")) if tiles else DEFAULT_TILE
+        return cls(tile, **{FLAGS[flag]: True for flag in flags})
 
 
 class Smooth(StrEnum):
@@ -134,4 +143,5 @@ class Smooth(StrEnum):
 
 
 DEFAULT_TILE = 128  # keys
+FLAGS = {"keys=reversed": "reversed", "backward=rounded": "rounded"}  # options of flash, and the fields of Softmax
 FULL = Softmax()

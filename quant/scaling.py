@@ -120,8 +120,8 @@ class Even(PowerOfTwoScaling):
 
 class RCeil(PowerOfTwoScaling):
     """Block scale 2^ceil(log2(absmax / max)), E8M0: no value saturates. NVIDIA cuDNN, Transformer Engine, torchao's
-    RCEIL. Transformer Engine's kernel for tiles multiplies by float32(1/max): another scale within an ulp of
-    max · 2^k."""
+    RCEIL. Kernels that multiply by float32(1/max), as Transformer Engine's for tiles, get the same scale where the
+    product is normal; for INT8, not of the float32 above max · 2^k."""
 
     name = "rceil"
     clips = False
@@ -385,8 +385,8 @@ class TwoLevel(Scaling):
     float32, m the element's largest value (E2M1: 6; INT4, arXiv 2510.25602: 7):
 
     S = min(448·m / absmax, largest float32), 1 where absmax is 0; a block's scale is e4m3(blockmax · (S · (1/m))),
-    saturating, 0 where it underflows; torchao's is at least 2^-6. An element is read back as v · scale · (absmax /
-    (448·m)).
+    saturating, 0 where it underflows; in torchao's `nvfp4_tensor.py`, not in its kernels for training, it is at least
+    2^-6. An element is read back as v · scale · (absmax / (448·m)).
     """
 
     shares = "an E4M3 scale for {block} and one for the tensor"

@@ -2,8 +2,8 @@
 
 A list of layers is separated by commas:
 
-    first, last        the first or the last layer; first 2, last 8: as many of them. In a model of several towers, such
-                       as one for images and one for text, of each tower
+    first, last        the first or the last layer; first 2, last 8: as many of them; last 15%: that share of them,
+                       rounded up. In a model of several towers, such as one for images and one for text, of each tower
     mtp                the blocks of multi-token prediction, if the model has them
     3, 2-4             a layer by its number, from 1, or several
     anything else      a regular expression, searched anywhere in the names of the sites: layer1.qkv, layer1.core,
@@ -32,7 +32,7 @@ QUIET = re2.Options()
 QUIET.log_errors = False  # they are raised
 SEPARATOR = re.compile(r",(?![^{}]*\})")
 NUMBERS = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
-ENDS = re.compile(r"(first|last)(?: +([1-9][0-9]{0,8}))?")
+ENDS = re.compile(r"(first|last)(?: +([1-9][0-9]{0,8})(%?))?")
 
 
 class SelectionError(ConfigError):
@@ -42,10 +42,12 @@ class SelectionError(ConfigError):
 @dataclass(frozen=True)
 class Term:
     """One item of a list of layers: a tower that a model may lack, a pattern for names, or the layers from the first
-    number to the second. Negative numbers count from the last layer, which is -1."""
+    number to the second. Negative numbers count from the last layer, which is -1. percent: whether the number of layers
+    at an end is a share of all."""
 
     text: str
     layers: tuple[int, int] = (1, LAST)
+    percent: bool = False
     pattern: Any = None  # re2 has no types
     tower: str = ""
     negated: bool = False
@@ -59,7 +61,7 @@ class Term:
             return cls(text, tower=MTP)
         if match := ENDS.fullmatch(text):
             number = int(match[2] or 1)
-            return cls(text, (1, number) if match[1] == "first" else (-number, LAST))
+            return cls(text, (1, number) if match[1] == "first" else (-number, LAST), percent=bool(match[3]))
         if match := NUMBERS.fullmatch(text):
             low, high = int(match[1]), int(match[2] or match[1])
             if low > high:
@@ -76,7 +78,10 @@ class Term:
 
     def _numbers(self, last: int) -> range:
         """The layers of a tower, of which this is the last one; empty if it lacks one of them."""
-        low, high = (last + 1 + number if number < 0 else number for number in self.layers)
+        low, high = self.layers
+        if self.percent:
+            low, high = (low, -(-high * last // 100)) if low == 1 else (low * last // 100, high)
+        low, high = (last + 1 + number if number < 0 else number for number in (low, high))
         return range(low, high + 1) if 1 <= low <= high <= last else range(0)
 
     def of(self, sites: Sequence[Site]) -> set[Site]:

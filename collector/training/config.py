@@ -30,9 +30,9 @@ from binade.collector.settings import (
 from binade.data.run.tensor_kinds import DEFAULT_MEASURES, Measure, tensor_names
 
 LAYERS = (
-    "LAYERS is first, last 2, 3, 2-4, or a regular expression that is searched for in names such as layer1.qkv, "
-    "layer1.core and layer2.expert3.fc1; a leading ! selects all other layers. Separate several choices with commas; "
-    "commas inside braces do not separate."
+    "LAYERS is first, last 2, last 15%, 3, 2-4, or a regular expression that is searched for in names such as "
+    "layer1.qkv, layer1.core and layer2.expert3.fc1; a leading ! selects all other layers. Separate several choices "
+    "with commas; commas inside braces do not separate."
 )
 MODEL = OptionGroup("Model and data")
 FORMAT = OptionGroup(

@@ -51,6 +51,7 @@ EXPECTED = {
     "torchao_rowwise": (ROW,) * 6,
     "torchao_rowwise_gw_hp": (ROW, ROW, ROW, "fp8_e4m3(scale=torchao_pow2)", None, None),
     "torchao_mxfp8": ("mxfp8(scale=rceil)",) * 6,
+    "torchtitan_nvfp4": NVIDIA,
     "deepseek_v3": (
         "fp8_e4m3(scale=deepgemm)",
         "fp8_e4m3(block=128x128, scale=deepgemm)",

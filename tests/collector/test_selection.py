@@ -53,6 +53,9 @@ def layers(found: frozenset[Site]) -> list[int]:
         ("12-12", [12]),
         ("first, last", [1, 12]),
         ("first 2, last  8", [1, 2, *range(5, 13)]),
+        ("last 15%", [11, 12]),
+        ("first 25%", [1, 2, 3]),
+        ("first 26%", [1, 2, 3, 4]),
         ("last,2-3,,3", [2, 3, 12]),
         ("!2-11", [1, 12]),
         (r"!layer1[0-2]?\., 12", [*range(2, 10), 12]),
@@ -65,6 +68,13 @@ def layers(found: frozenset[Site]) -> list[int]:
 )
 def test_which_layers(text, expected):
     assert layers(SiteSelection.parse(text).of(LLAMA.sites())) == expected
+
+
+@pytest.mark.parametrize(("count", "first"), [(32, 27), (36, 30)])
+def test_the_last_layers_of_torchtitan(count, first):
+    """nvfp4.md of torchtitan b5bcd76: layers 27 to 31 of Llama 3 8B and 30 to 35 of Qwen3 8B stay in bf16, from 0."""
+    model = [Site(number + 1, "fc1") for number in range(count)]
+    assert layers(SiteSelection.parse("last 15%").of(model)) == [number + 1 for number in range(first, count)]
 
 
 def test_a_number_takes_the_whole_layer_a_pattern_what_it_finds():
@@ -101,6 +111,7 @@ HAS = "which has layers 1 to 12 and sites such as layer12.qkv, layer12.core, lay
         ("0-2", (), f"'0-2' is not a layer of the model, {HAS}"),
         ("last 13", (), f"'last 13' is not a layer of the model, {HAS}"),
         ("first 13", (), f"'first 13' is not a layer of the model, {HAS}"),
+        ("last 109%", (), f"'last 109%' is not a layer of the model, {HAS}"),
         ("first,First", (), f"'First' is not a layer of the model, {HAS}"),
         ("9" * 5000, (), "is not a layer of the model"),
         ("router", (), f"'router' is not a layer of the model, {HAS}"),

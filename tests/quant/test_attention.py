@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
+from statistics import NormalDist
 
+import ml_dtypes
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +19,7 @@ from binade.quant.specs import GemmFormats, Softmax, SpecError
 from tests.quant.helpers import assert_same_bits
 
 TILE = 16
+FORWARD, REVERSED = Softmax(TILE), Softmax(TILE, reversed=True)
 
 
 def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -29,11 +34,13 @@ def masked_scores(keys: int) -> Tensor:
     return scores.masked_fill(hidden, -torch.inf)
 
 
-def run(scores: Tensor, value: Tensor, grad: Tensor, **formats: str) -> tuple[dict[str, Observed], list[Tensor]]:
+def run(
+    scores: Tensor, value: Tensor, grad: Tensor, softmax: Softmax = FORWARD, **formats: str
+) -> tuple[dict[str, Observed], list[Tensor]]:
     """What the tap sees, by name, and the output and both gradients."""
     seen: dict[str, Observed] = {}
     scores, value = scores.clone().requires_grad_(), value.clone().requires_grad_()
-    how = Rounding(GemmFormats(**formats, softmax=Softmax(TILE)), backend="torch")
+    how = Rounding(GemmFormats(**formats, softmax=softmax), backend="torch")
     output = flash(scores, value, how, lambda each: seen.update({each.name: each}))
     output.backward(grad)
     return seen, [output.detach(), scores.grad, value.grad]
@@ -49,11 +56,12 @@ def exactly(scores: Tensor, value: Tensor, grad: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("keys", [8, 16, 80, 83])
+@pytest.mark.parametrize("softmax", [FORWARD, REVERSED], ids=str)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-7)])
-def test_unrounded_it_is_the_softmax(keys: int, dtype: torch.dtype, tolerance: float):
+def test_unrounded_it_is_the_softmax(keys: int, softmax: Softmax, dtype: torch.dtype, tolerance: float):
     scores = masked_scores(keys)
     value, grad = random(2, 3, keys, 24, seed=3, dtype=dtype), random(2, 3, 40, 24, seed=4, dtype=dtype)
-    _, results = run(scores, value, grad)
+    _, results = run(scores, value, grad, softmax)
     for result, exact in zip(results, exactly(scores, value, grad), strict=True):
         assert (result - exact).norm() < tolerance * exact.norm()
     assert not results[0][0, 0, 3].any() and not results[1][0, 0, 3].any()
@@ -77,6 +85,60 @@ def test_the_operand_is_relative_to_the_running_maximum():
         context += operand.quantized[..., start:end].double() @ value[..., start:end, :].double() * rest
     assert_same_bits(operand.quantized, fake_quantize(operand.tensor, "hifp8"))
     torch.testing.assert_close(output.double(), (context / total).nan_to_num(0.0), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("keys", [80, 83])
+def test_reversed_keys_times_256_are_those_of_numpy(keys: int):
+    """P̃ = exp(S − m) of tiles from the last to the first, 256 · P̃ cast to E4M3, the sum of the row before the cast, and
+    the accumulator multiplied by exp(m before − m): arXiv 2606.06521, and the kernels of FlashAttention-3."""
+    scores, value = masked_scores(keys), random(2, 3, keys, 24, seed=3)
+    seen, (output, *_) = run(scores, value, random(2, 3, 40, 24, seed=4), REVERSED, forward_a="fp8_e4m3(scale=pow2)")
+    s, v, recorded, codes = (x.numpy() for x in (scores, value, seen["a"].tensor, seen["a"].quantized))
+    assert np.array_equal((recorded * 256).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) / 256, codes)
+    highest = np.full((2, 3, 40, 1), -np.inf)
+    total, context = np.zeros((2, 3, 40, 1)), np.zeros((2, 3, 40, 24))
+    with np.errstate(invalid="ignore"):
+        for start in reversed(range(0, keys, TILE)):
+            tile = np.s_[..., start : start + TILE]
+            before, highest = highest, np.maximum(highest, s[tile].max(-1, keepdims=True).astype(np.float64))
+            factor, weights = np.nan_to_num(np.exp(before - highest)), np.nan_to_num(np.exp(s[tile] - highest))
+            np.testing.assert_allclose(recorded[tile], weights, rtol=4e-6)  # |S − m| < 64
+            total = total * factor + weights.sum(-1, keepdims=True)
+            context = context * factor + codes[tile].astype(np.float64) @ v[..., start : start + TILE, :]
+        np.testing.assert_allclose(output.numpy(), np.nan_to_num(context / total), rtol=1e-5, atol=1e-6)
+
+
+def flushed_beside_a_sink(strength: float, spec: str, softmax: Softmax) -> tuple[float, float]:
+    """The share of P̃ that `spec` rounds to 0 outside the first tile, whose first 4 keys are a sink: its scores are
+    N(strength, 1), those of all other keys N(0, 1). And the mean squared error of the output."""
+    scores, value = random(1, 512, 4096, seed=0), random(1, 4096, 16, seed=1)
+    scores[..., :4] += strength
+    seen: dict[str, Observed] = {}
+    how = Rounding(GemmFormats(spec, softmax=softmax))
+    output = flash(scores, value, how, lambda each: seen.update({each.name: each}))
+    flushed = (seen["a"].quantized[..., softmax.tile :] == 0).float().mean().item()
+    return flushed, (output - scores.double().softmax(-1) @ value.double()).square().mean().item()
+
+
+@pytest.mark.parametrize(("spec", "scale"), [("fp8_e4m3(scale=none)", 1), ("fp8_e4m3(scale=pow2)", 256)])
+def test_a_sink_flushes_what_the_closed_form_says(spec: str, scale: int):
+    """arXiv 2606.06521: to leading order the share Φ(Δ + δ − 6.93 − ln S) of the other P̃, with δ = 1 for a sink of 4
+    keys; half of them at Δ = 6.93 + ln S − δ. From the last tile to the first and times 256, none."""
+    half = 6.93 + math.log(scale) - 1
+    assert flushed_beside_a_sink(half, spec, Softmax(128))[0] == pytest.approx(0.52, abs=0.005)
+    for strength in (half - 1, half + 1):
+        closed_form = NormalDist().cdf(strength - half)
+        assert flushed_beside_a_sink(strength, spec, Softmax(128))[0] == pytest.approx(closed_form, abs=0.08)
+    flushed = flushed_beside_a_sink(half, spec, Softmax(128, reversed=True))[0]
+    assert flushed == 0 if scale == 256 else 0 < flushed < 0.001
+
+
+@pytest.mark.parametrize("strength", [4, 5, 6])
+def test_reversed_keys_times_256_make_the_error_smaller(strength: int):
+    """By a factor of 3 to 10 at moderate strengths of the sink, says arXiv 2606.06521."""
+    plain = flushed_beside_a_sink(strength, "fp8_e4m3(scale=none)", Softmax(128))[1]
+    both = flushed_beside_a_sink(strength, "fp8_e4m3(scale=pow2)", Softmax(128, reversed=True))[1]
+    assert 3 < plain / both < 10
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -103,11 +165,15 @@ def test_the_backward_pass_rounds_the_normalized_softmax(formats: dict[str, str]
     torch.testing.assert_close(grad_scores.double(), exact, rtol=1e-4, atol=1e-6)
 
 
-def test_the_tap_sees_the_gradient_of_the_operand():
+@pytest.mark.parametrize("softmax", [FORWARD, REVERSED], ids=str)
+def test_the_tap_sees_the_gradient_of_the_operand(softmax: Softmax):
     """Of the operand, not of the normalized probabilities: the sums of the rows do not depend on its rounding."""
     scores, value, grad = masked_scores(80), random(2, 3, 80, 24, seed=3), random(2, 3, 40, 24, seed=4)
-    seen, _ = run(scores, value, grad)
-    maxima = scores.double().unflatten(-1, (-1, TILE)).amax(-1).cummax(-1).values
+    seen, _ = run(scores, value, grad, softmax)
+    maxima = scores.double().unflatten(-1, (-1, TILE)).amax(-1)
+    maxima = torch.stack(
+        [maxima[..., each:].amax(-1) if softmax.reversed else maxima[..., : each + 1].amax(-1) for each in range(5)], -1
+    )
     factors = (maxima - scores.double().logsumexp(-1, keepdim=True)).exp().nan_to_num(0.0).repeat_interleave(TILE, -1)
     operand = seen["a"].tensor.double().requires_grad_()
     ((operand * factors) @ value.double()).backward(grad.double())
@@ -166,13 +232,16 @@ def test_refusals(formats: dict[str, str], message: str):
     GemmFormats(**formats)
 
 
-@pytest.mark.parametrize("text", ["full", "flash", "flash(tile=64)"])
+@pytest.mark.parametrize("text", ["full", "flash", "flash(tile=64)", "flash(tile=64, keys=reversed, backward=rounded)"])
 def test_text(text: str):
     assert str(Softmax.parse(text)) == text
     assert Softmax.parse("flash") == Softmax.parse("flash( tile=128 )") == Softmax(128)
+    assert Softmax.parse("flash(keys=reversed,tile=64)") == Softmax(64, reversed=True)
 
 
-@pytest.mark.parametrize("text", ["", "flash()", "flash(tile=0)", "flash(block=3)", "online"])
+@pytest.mark.parametrize(
+    "text", ["", "flash()", "flash(tile=0)", "flash(tile=8, tile=9)", "flash(keys=forward)", "online"]
+)
 def test_bad_text(text: str):
     with pytest.raises(SpecError, match="full, flash or flash"):
         Softmax.parse(text)
