@@ -248,9 +248,6 @@ def loaded_by(*modules: str) -> dict[str, set[str]]:
 LONG_FILES = {
     "quant/backends/triton_kernels.py": "the launches of one kernel, which share their helpers",
     "quant/scaling.py": "one class for each scale scheme",
-    "data/index/intake.py": "one transaction, and all that may be wrong with a run that is read",
-    "data/run/directory.py": "a run's directory: its files, their checks and their writer",
-    "collector/capture/adapters/attention.py": "attention as torch and models write it: one function for each way",
     "collector/capture/recorder.py": "the public face: half of it is docstrings",
 }
 LONG_FUNCTIONS = {

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from binade.data.index.catalog import Catalog, CatalogError
-from binade.data.index.intake import same
+from binade.data.index.cubes import same
 from binade.data.index.score_queries import MICRO_BATCH
 from binade.data.run.store import TensorFileError
 from binade.data.run.tensor_kinds import Gemm

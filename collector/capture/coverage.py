@@ -127,21 +127,7 @@ def coverage(
             recorded, fmt, reason, rounded = _covered(layer, recipe, reason)
             formats |= rounded
             rows[*kind, recorded, fmt, reason] += 1
-        in_pass = re.sub(r"\b\d+\b", "*", shown.refused.get(name, ""))
-        reasons = (
-            model_survey.left.get(module),
-            model_survey.refused.get(name),
-            model_survey.unseen.get(module),
-            in_pass,
-        )
-        reason = next(filter(None, reasons), "")
-        if module not in layers and not reason:
-            weights = [p.dim() for p in vars(module)["_parameters"].values() if p is not None]
-            if not weights:
-                continue
-            known = (label for kinds, label in NOT_PRODUCTS.items() if isinstance(module, kinds))
-            reason = next(known, "not a product" if max(weights) < 2 else "not intercepted")
-        if reason and module not in layers:
+        if module not in layers and (reason := _left(name, module, model_survey, shown)):
             rows[*kind, "", "", reason] += 1
     found_rows = Coverage(
         Covered(paths, kind, count, recorded, fmt, reason)
@@ -149,6 +135,19 @@ def coverage(
     )
     found_rows.formats = formats
     return found_rows
+
+
+def _left(name: str, module: nn.Module, model_survey: Survey, shown: Findings) -> str:
+    """Why a module that is no layer is left out; "" for one without weights that nothing names."""
+    in_pass = re.sub(r"\b\d+\b", "*", shown.refused.get(name, ""))
+    named = (model_survey.left.get(module), model_survey.refused.get(name), model_survey.unseen.get(module), in_pass)
+    if reason := next(filter(None, named), ""):
+        return reason
+    weights = [p.dim() for p in vars(module)["_parameters"].values() if p is not None]
+    if not weights:
+        return ""
+    known = (label for kinds, label in NOT_PRODUCTS.items() if isinstance(module, kinds))
+    return next(known, "not a product" if max(weights) < 2 else "not intercepted")
 
 
 def _covered(layer: Layer, recipe: Recipe, reason: str) -> tuple[str, str, str, dict[CoveredOperand, str]]:

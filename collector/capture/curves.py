@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from binade.collector.capture.adapters.dtensor import is_dtensor
 from binade.collector.capture.adapters.products import tensors_in
 from binade.collector.capture.writing import copy_later
-from binade.data.run.directory import RunWriter
+from binade.data.run.run_writer import RunWriter
 from binade.quant.memory import ordinary
 
 SAMPLE = 64  # values of each parameter that are hashed at the start

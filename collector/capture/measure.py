@@ -130,31 +130,26 @@ class Measurer:
         merged: whether ranks may merge it. rows: those of the tensor's valid tokens, in [rows, columns], if padding is
         left out. Raises RecorderError outside the Recorder's context.
         """
-        if self.run is None:
-            raise RecorderError("the Recorder has no run to write to: call the model within `with Recorder(...)`")
+        run = self._begun
         x, whole = seen.tensor, not moment.basic
         shape, dtype, nbytes = tuple(seen.shape or x.shape), x.dtype, x.numel() * x.element_size()
-        if whole:
-            identity = cache(identity)  # the file has it too
+        identity = cache(identity)  # the file has it too
         traced = whole and Measure.TRACE in self.measures and identity().tensor_name not in MAPS
         valid = x if rows is None else x.flatten(0, -2).index_select(0, rows)
         shown = x.reshape(shape) if rows is None else valid
         trace = _trace_later(seen, shown, identity().tensor_name) if traced else None
         codes = counted(valid) if whole and x.device.type == "cpu" else None
         summary, pairs_left_out = summarized(seen, valid, rows, codes, whole)
-        blocks = whole and Measure.BLOCKS in self.measures
         scores = specs_for(tuple(scores), identity().layer_type, identity().tensor_name) if whole else ()
-        tried = try_specs(seen, scores, gemm, blocks, codes, rows=rows)
+        tried = try_specs(seen, scores, gemm, whole and Measure.BLOCKS in self.measures, codes, rows=rows)
         last_bin = _last_bin_later(x, scores) if x.dim() == 1 and identity().tensor_name == "norm_gain" else None
         captured = datetime.now(UTC)
         shard = self._placed(shard)
-        merged = merged and self.run.is_merged(moment)
+        merged = merged and run.is_merged(moment)
         self.count = number = next(self.numbers)  # backward passes of several devices have a thread each
         fmt = next((str(trial.spec) for trial in tried if trial.used), None)
-        path = None
-        if whole and self.keeps and not merged:
-            path = self._save(self.run, number, x.reshape(shape), identity(), summary, fmt, captured)
-        run_id, measured = self.run.run_id, (result_sqnr, trace, last_bin, pairs_left_out)
+        keeps = whole and self.keeps and not merged
+        path = self._save(run, number, x.reshape(shape), identity(), summary, fmt, captured) if keeps else None
 
         def row(recomputed: bool) -> TensorRow:
             statistics, pairs = summary(), pairs_left_out() if pairs_left_out else None
@@ -162,7 +157,7 @@ class Measurer:
             used = next((score for score in scores if score.used and score.gemm == gemm), None)
             return TensorRow(
                 tensor_id=f"r{self.ranks.rank:02d}-{number:06d}",
-                run_id=run_id,
+                run_id=run.run_id,
                 identity=identity(),
                 captured=captured.replace(tzinfo=None),
                 shape=shape,
@@ -185,8 +180,14 @@ class Measurer:
                 last_bin=last_bin() if last_bin else {},
             )
 
-        results = [result for result in measured if result]
+        results = [result for result in (result_sqnr, trace, last_bin, pairs_left_out) if result]
         return self.drafts.add(Draft((site, moment), path, merged, summary, tried, results, row))
+
+    @property
+    def _begun(self) -> Run:
+        if self.run is None:
+            raise RecorderError("the Recorder has no run to write to: call the model within `with Recorder(...)`")
+        return self.run
 
     def _placed(self, shard: Shard) -> Shard:
         """The shard with this rank's place among those that have a whole tensor in common."""

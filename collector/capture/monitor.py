@@ -16,8 +16,9 @@ from binade.collector.capture.watching import WatchOptions
 from binade.collector.models.site import Site
 from binade.collector.probes.probe import Finding, Probes
 from binade.data.run.columns import ERROR_COLUMNS, MOMENTS, TensorRow
-from binade.data.run.directory import RunWriter, now
+from binade.data.run.directory import now
 from binade.data.run.events import Event, EventKind, append_event
+from binade.data.run.run_writer import RunWriter
 from binade.data.run.tensor_kinds import OPERANDS, PRODUCT_KINDS, Operation, Other, Product
 
 LOG = logging.getLogger("binade")

@@ -39,10 +39,11 @@ from binade.collector.probes.registry import of_a_run
 from binade.collector.ranks import current_ranks
 from binade.collector.settings import DEFAULT_SCORES
 from binade.data.run.columns import Shard
-from binade.data.run.directory import RunWriter, resolve_root
+from binade.data.run.directory import resolve_root
 from binade.data.run.evaluations import Twin, add_held_out, add_twin, own_recipe
 from binade.data.run.experiment import ExperimentWriter
 from binade.data.run.rounding_alone import rounding_alone
+from binade.data.run.run_writer import RunWriter
 from binade.data.run.tensor_kinds import (
     DEFAULT_MEASURES,
     TENSOR_KINDS,

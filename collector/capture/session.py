@@ -22,8 +22,9 @@ from binade.collector.capture.writing import Description, Writing, signals_later
 from binade.collector.probes.probe import Probes
 from binade.collector.ranks import PeerLostError, Ranks
 from binade.collector.settings import MergeRanks, Stats
-from binade.data.run.directory import CANCELLED, DONE, FAILED, RunWriter, read_run
+from binade.data.run.directory import CANCELLED, DONE, FAILED, read_run
 from binade.data.run.merge import merge_segments
+from binade.data.run.run_writer import RunWriter
 from binade.data.words.text import describe
 from binade.quant.later import Later
 

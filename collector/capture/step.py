@@ -268,9 +268,7 @@ def _optimizer(model: nn.Module, recording: Recording, layers: dict[str, Layer])
                     recording.show(kind, layer, x, moment)
         recording.publish_step()
 
-    with ExitStack() as undo:
-        undo.callback(register_optimizer_step_pre_hook(begins).remove)
-        undo.callback(register_optimizer_step_post_hook(ended).remove)
+    with register_optimizer_step_pre_hook(begins), register_optimizer_step_post_hook(ended):
         yield
 
 

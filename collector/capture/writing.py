@@ -35,7 +35,7 @@ from binade.collector.capture.monitor import Monitor
 from binade.collector.capture.reduction import Reduction
 from binade.data.exchange.export import Sink
 from binade.data.run.columns import TensorRow
-from binade.data.run.directory import RunWriter
+from binade.data.run.run_writer import RunWriter
 from binade.data.run.segment import write_segment
 from binade.data.run.store import encode, write_atomic
 from binade.data.words.text import describe as one_line

@@ -21,8 +21,9 @@ from binade.terminal import Command, resolve_root
 def _run(directory: Path) -> None:
     """Train a queued run. DIRECTORY is that of the run."""
     from binade.collector.jobs.directory import Job
-    from binade.data.run.directory import JOB_FILE, RUN_VARIABLE
+    from binade.data.run.directory import JOB_FILE
     from binade.data.run.json_files import read_json
+    from binade.data.run.run_writer import RUN_VARIABLE
 
     if "SLURM_PROCID" not in os.environ:
         raise ConfigError("slurm-rank is for tasks of srun: use binade run --target NAME")

@@ -6,25 +6,18 @@ import click
 
 from binade.collector.cli.console import console
 from binade.data.words.text import counted
-from binade.terminal import FAILED, CliOption, Command, one_line, print_text, resolve_root
+from binade.terminal import FAILED, Command, one_line, print_text, resolve_root
 
 
-def _verify(root: str | None, runs: tuple[str, ...], convert: bool) -> int:
+def _verify(root: str | None, runs: tuple[str, ...]) -> int:
     """Compare every file of the runs with its checksum.
 
     ROOT is the directory that contains the runs  [default: $TENSOR_SAVE_DIR, else data/runs].
-    RUN is a directory in it  [default: all]. Exit status 1 if a file is damaged or missing, has changed since it was
-    imported, or cannot be converted.
+    RUN is a directory in it  [default: all]. Exit status 1 if a file is damaged or missing, or has changed since it
+    was imported.
     """
     from binade.data.run.verify import verify  # imports pyarrow
 
-    left = 0
-    if convert:
-        from binade.data.run.convert import convert_effects
-
-        for run_id, error in convert_effects(resolve_root(root), runs):
-            left += error is not None
-            print_text(f"not converted: {run_id}: {one_line(error)}" if error else f"converted: {run_id}")
     with console("verify", "segment") as shown:
         verified = verify(
             resolve_root(root), runs, lambda line: shown.print(f"damaged: {one_line(line)}"), done=shown.progress
@@ -36,7 +29,7 @@ def _verify(root: str | None, runs: tuple[str, ...], convert: bool) -> int:
     count = len(verified.damaged)
     read = f"{verified.runs} run{'s' * (verified.runs != 1)}, {verified.files} file{'s' * (verified.files != 1)} read"
     print_text(f"{read}: {count or 'none'} damaged")
-    return FAILED if count or left else 0
+    return FAILED if count else 0
 
 
 verify = Command(
@@ -44,7 +37,6 @@ verify = Command(
     params=[
         click.Argument(["root"], required=False, metavar="[ROOT]"),
         click.Argument(["runs"], nargs=-1, metavar="[RUN ...]"),
-        CliOption(["--convert"], is_flag=True, help="First convert effects.jsonl of earlier versions into experiments"),
     ],
     callback=_verify,
     cancelled="cancelled: not every file was read",

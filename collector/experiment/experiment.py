@@ -17,8 +17,8 @@ from binade.collector.experiment.treatments import Key, Treatment, base_of, reci
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import Recipe
 from binade.data.run.continued import continued_run
-from binade.data.run.directory import RunWriter
 from binade.data.run.experiment import EXPERIMENT, SAME, BatchResult, read_results
+from binade.data.run.run_writer import RunWriter
 
 
 @dataclass(frozen=True)

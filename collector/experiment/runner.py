@@ -10,8 +10,9 @@ from typing import Any
 from binade.collector.errors import ConfigError
 from binade.collector.experiment.evaluator import Evaluator
 from binade.collector.experiment.treatments import Treatment, part_of
-from binade.data.run.directory import DONE, RUN_FILE, RunWriter
+from binade.data.run.directory import DONE, RUN_FILE
 from binade.data.run.experiment import OPERAND_VALUES, BatchResult, ExperimentWriter, Place, read_blocks, read_results
+from binade.data.run.run_writer import RunWriter
 
 Say = Callable[[str], None]
 Progress = Callable[[int, int], None]

@@ -33,7 +33,8 @@ from binade.collector.imports.run import run_of_import
 from binade.collector.imports.workers import Death, scatter
 from binade.collector.training.memory import available_host_memory
 from binade.data.run.columns import LoggedRow, TensorRow
-from binade.data.run.directory import DONE, RunInfo, RunWriter, unwritable
+from binade.data.run.directory import DONE, RunInfo
+from binade.data.run.run_writer import RunWriter, unwritable
 from binade.data.run.segment import TABLES, read_tables, replace_segments, tables_of, tensor_record
 from binade.data.run.store import append_to, write_atomic
 from binade.quant.specs import Spec

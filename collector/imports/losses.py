@@ -22,15 +22,10 @@ from binade.collector.imports.readers.registry import looked_for, reader_of
 from binade.collector.imports.readers.series import Columns, Series
 from binade.collector.imports.registry import statistics_of
 from binade.collector.imports.run import run_of_import
-from binade.data.run.directory import (
-    DONE,
-    RunError,
-    change_notes,
-    parse_notes,
-    read_notes,
-)
+from binade.data.run.directory import DONE, RunError
 from binade.data.run.json_files import sealed
 from binade.data.run.losses import LOSS
+from binade.data.run.run_notes import change_notes, parse_notes, read_notes
 from binade.data.run.store import SUFFIXES, staged_file
 from binade.data.words.text import describe
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from binade.data.run.continued import continued_run
-from binade.data.run.directory import IMPORT, RunInfo, RunWriter
+from binade.data.run.directory import IMPORT, RunInfo
+from binade.data.run.run_writer import RunWriter
 
 SAME = ("kind", "source", "loss_column", "audit")  # two imports that agree in these fields of run.json are one run
 

@@ -10,7 +10,8 @@ from binade.collector.jobs.runner import start_runner
 from binade.collector.jobs.state import JobState, view_of
 from binade.collector.training.plan import plan
 from binade.data.run.access import check_writable
-from binade.data.run.directory import CANCELLED, JOB_FILE, delete_run, has_not_begun, now, settle
+from binade.data.run.directory import CANCELLED, JOB_FILE, delete_run, has_not_begun, now
+from binade.data.run.run_writer import settle
 from binade.data.run.store import remove_directory
 
 

@@ -17,9 +17,10 @@ from pathlib import Path
 import psutil
 from pydantic.dataclasses import dataclass
 
-from binade.data.run.directory import RUN_VARIABLE, process_start
 from binade.data.run.directory import boot as boot
 from binade.data.run.json_files import STRICT, Pid
+from binade.data.run.run_writer import RUN_VARIABLE
+from binade.data.run.store import process_start
 
 
 @dataclass(frozen=True, config=STRICT)

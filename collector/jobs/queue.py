@@ -51,14 +51,13 @@ from binade.data.run.directory import (
     QUEUED,
     RootError,
     RunError,
-    new_run_id,
     now,
     read_run,
     run_directories,
     unusable_root,
-    write_queued,
 )
 from binade.data.run.json_files import STRICT, Count, read_json, write_json
+from binade.data.run.run_writer import new_run_id, write_queued
 from binade.data.run.store import locked as held
 from binade.data.run.store import remove_directory, staged_directory
 from binade.data.words.text import describe

@@ -45,7 +45,8 @@ from binade.collector.jobs.state import JobView, has_runner, how_it_ended, proce
 from binade.data.exchange.python import package_environment
 from binade.data.run import directory as runs
 from binade.data.run.access import check_writable, read_only
-from binade.data.run.directory import RUN_VARIABLE, RunError, now, run_directories, settle
+from binade.data.run.directory import RunError, now, run_directories
+from binade.data.run.run_writer import RUN_VARIABLE, settle
 from binade.data.run.store import no_link
 from binade.data.words.text import one_line
 

@@ -12,8 +12,9 @@ from pydantic.dataclasses import dataclass
 from binade.collector.errors import ConfigError, raising
 from binade.collector.training.config import RunConfig
 from binade.collector.training.plan import Branch
-from binade.data.run.directory import CHECKPOINTS, COUNTS, DONE, QUEUED, RUNNING, RunError, RunInfo, Whole, queued_run
-from binade.data.run.json_files import STRICT, Count, read_json
+from binade.data.run.directory import CHECKPOINTS, COUNTS, DONE, QUEUED, RUNNING, RunError, RunInfo
+from binade.data.run.json_files import STRICT, Count, Whole, read_json
+from binade.data.run.run_writer import queued_run
 
 NO_CHECKPOINT = "it ended before the first one, or was started without --checkpoint-every"
 
@@ -21,8 +22,7 @@ NO_CHECKPOINT = "it ended before the first one, or was started without --checkpo
 @dataclass(frozen=True, config=STRICT)
 class Position:
     """The position of a rank's part of a run, with the run's configuration. losses and events are the sizes of these
-    files in bytes, twins and held_out those of files of earlier versions; recorded counts tensors in the order of their
-    ids; the rest is as in status.json."""
+    files in bytes; recorded counts tensors in the order of their ids; the rest is as in status.json."""
 
     config: RunConfig
     done: Count
@@ -36,8 +36,6 @@ class Position:
     iteration: Whole
     loss_first: float | None
     loss_last: float | None
-    twins: Count = 0
-    held_out: Count = 0
 
     @property
     def counts(self) -> dict[str, int]:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 from binade.collector.capture.watching import WatchOptions
 from binade.collector.datasets.inputs import BYTE, DATASETS
@@ -47,24 +47,6 @@ WHERE = OptionGroup("Device, ranks and output")
 OVERRIDES = ("linear", "qk", "pv", "router", "forward", "dgrad", "wgrad")  # --linear-quant and so on
 MOST_RANKS = 65_536
 FORM_LAYERS = "Layers: first, last 2, 3, 2-4, or a regular expression that is searched for in names such as layer1.qkv"
-
-
-class KnownMeasures:
-    """Of the JSON of a configuration: measures of earlier versions that Binade no longer takes are left out, so that
-    their runs and jobs can be read and repeated. Used as an annotation that pydantic calls."""
-
-    FORMER = ("loss",)
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
-        from pydantic_core import core_schema  # for which --help does not wait
-
-        return core_schema.no_info_before_validator_function(self.known, handler(source))
-
-    def known(self, given: Any) -> Any:
-        return tuple(Measure(name) for name in given if name not in self.FORMER) if isinstance(given, list) else given
-
-
-Measures = Annotated[tuple[Measure, ...], KnownMeasures()]
 
 
 @dataclass(frozen=True)
@@ -156,7 +138,7 @@ class RunConfig(WatchOptions):
         help="With merged ranks, the replicas that contain these ranks keep their own rows and values")
     scores: tuple[str, ...] = option(DEFAULT_SCORES, group=RECORD, metavar="A,B,...", label="Scored formats",
         help="Formats to score every recorded operand in. This takes time, but little space", placeholder="no format")
-    measures: Measures = option(DEFAULT_MEASURES, group=RECORD, metavar="A,B,...",
+    measures: tuple[Measure, ...] = option(DEFAULT_MEASURES, group=RECORD, metavar="A,B,...",
         help="Also measure the error of each GEMM's result, single blocks, "
             "how channels and weights change over iterations, and whether the optimizer sees the sum of micro-batches",
         label="Also measured", form_help="", placeholder="nothing")

@@ -28,7 +28,9 @@ from binade.collector.models.feedforward import MixtureOfExperts
 from binade.collector.ranks import LAUNCHER_GONE, NOTICE, PeerLostError, RankGroup, Ranks
 from binade.collector.settings import DeviceName
 from binade.collector.training.config import RunConfig
-from binade.data.run.directory import DONE, FAILED, RunState, list_runs, process_start, settle
+from binade.data.run.directory import DONE, FAILED, RunState, list_runs
+from binade.data.run.run_writer import settle
+from binade.data.run.store import process_start
 from binade.quant.quantizer import apply, fake_quantize
 from binade.quant.specs import Spec
 

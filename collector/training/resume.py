@@ -33,11 +33,12 @@ from binade.collector.settings import DeviceName
 from binade.collector.training.checkpoints import Position, check_resumable, last, to_branch
 from binade.collector.training.config import RunConfig
 from binade.collector.training.plan import Branch, Plan
-from binade.data.run.directory import CHECKPOINTS, SEGMENT, RunError, RunInfo, RunWriter, read_run
+from binade.data.run.directory import CHECKPOINTS, SEGMENT, RunError, RunInfo, read_run
 from binade.data.run.events import EVENT
 from binade.data.run.experiment import cut_results
 from binade.data.run.json_files import write_json
 from binade.data.run.losses import LOSS, first_step
+from binade.data.run.run_writer import RunWriter
 from binade.data.run.store import no_link, remove_directory, save_state, staged_file, write_atomic
 from binade.data.run.tensor_files import load_plain
 

@@ -17,7 +17,7 @@ import os
 import tomllib
 from dataclasses import field
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic.dataclasses import dataclass
 
@@ -67,9 +67,7 @@ class Target:
 
 @dataclass(frozen=True, config=STRICT)
 class ConfigFile:
-    """binade.toml. Tables of earlier versions, which nothing reads, are left out: a file that has them stays valid."""
-
-    FORMER: ClassVar = ("devices",)
+    """binade.toml."""
 
     targets: dict[str, Target] = field(default_factory=dict)
 
@@ -88,8 +86,7 @@ def read_config(path: Path) -> ConfigFile:
     """Raises ConfigError for an invalid file."""
     try:
         tables = tomllib.loads(read_text(path))
-        known = {name: table for name, table in tables.items() if name not in ConfigFile.FORMER}
-        config = parse_json(ConfigFile, json.dumps(known, default=str).encode())
+        config = parse_json(ConfigFile, json.dumps(tables, default=str).encode())
         for name, target in config.targets.items():
             try:
                 target.check()

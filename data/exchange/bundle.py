@@ -37,7 +37,7 @@ from binade.data.run.events import EVENT, read_events
 from binade.data.run.experiment import EXPERIMENT, RESULT_FILE, experiment_files
 from binade.data.run.json_files import sealed
 from binade.data.run.record_kinds import RECORD_KINDS
-from binade.data.run.segment import FORMER, MANIFEST, OPTIONAL, TABLES, SegmentError, manifest, table_files
+from binade.data.run.segment import MANIFEST, OPTIONAL, TABLES, SegmentError, manifest, table_files
 from binade.data.run.store import (
     TensorFileError,
     check_content,
@@ -404,8 +404,7 @@ def _check_rows(segment: Path) -> None:
                 continue
             if not types.get(column.name, pa.null()).equals(column.type):
                 _refuse(f"{segment.name}/{name}.parquet has no column {column.name} of type {column.type}")
-        former = FORMER.items() & types.items() if name == "score" else ()
-        if len(schema) > len(types) or types.keys() - set(TABLES[name].names) - {column for column, _ in former}:
+        if len(schema) > len(types) or types.keys() - set(TABLES[name].names):
             _refuse(f"{segment.name}/{name}.parquet has unknown columns, or one twice")
         if _in_memory(path) > LARGEST_TABLE:
             _refuse(f"{segment.name}/{name}.parquet takes more than {LARGEST_TABLE >> 30} GiB of memory")

@@ -12,7 +12,7 @@ import duckdb
 import pandas as pd
 import pyarrow as pa
 
-from binade.data.index.intake import CUBES, SUMS, same
+from binade.data.index.cubes import CUBES, SUMS, same
 from binade.data.index.opened import GROUPABLE, HIDDEN, IN_LIST, CatalogError, DamagedIndexError, repairing
 from binade.data.index.score_queries import MICRO_BATCH, USED, ScoreQueries, format_condition, part, quantiles
 from binade.data.index.sketches import PLACED, sketch_file, sketches

@@ -3,18 +3,16 @@
 Segments never change once they are published, so each is read once, and many are added in one transaction. A run that
 has ended costs one `stat` of each of its files and segments, to see that nothing has changed.
 
-A run with a damaged or missing segment is left out: only its row in the table `run` exists, with the reason.
-
-Sketches are also summed up in advance, over the fields that queries use least: see CUBES.
+A run with a damaged or missing segment is left out: only its row in the table `run` exists, with the reason. Sketches
+are also summed up in advance: see `cubes`.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Set
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,42 +23,25 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from binade.data.index.sketches import PLACED, places, sketches
+from binade.data.index.cubes import CUBES, SUMS, next_key, sum_up, transaction
+from binade.data.index.on_disk import Damage, RunOnDisk, mark_of, seen_of
+from binade.data.index.sketches import places
 from binade.data.index.tables import INDEX_TABLES
-from binade.data.run.directory import (
-    RUNNING,
-    NotBegunError,
-    RunError,
-    RunInfo,
-    read_notes,
-    read_run,
-    run_names,
-)
+from binade.data.run.directory import RUNNING, NotBegunError, RunError, RunInfo, read_run, run_names
 from binade.data.run.effects import effect_rows
-from binade.data.run.experiment import FORMER, check_experiment, experiment_files
+from binade.data.run.experiment import check_experiment, experiment_files
 from binade.data.run.losses import first_step
 from binade.data.run.record_kinds import RECORD_KINDS
 from binade.data.run.records import RecordKind, RecordLines, read_lines
+from binade.data.run.run_notes import read_notes
 from binade.data.run.segment import MERGED, SegmentError, read_manifest, read_tables, segment_names
-from binade.data.words.filter import FIELDS
 from binade.data.words.text import describe
 
 T = TypeVar("T")
 BATCH = 1 << 13  # tensors that are held in memory and added in one transaction
-TAIL = 1 << 13  # tensors that are added before they are summed up
-# What is summed up, each time with the fields that its rows keep apart.
-CUBES = {
-    name: tuple(field for field in (*FIELDS, "format") if field not in left_out)
-    for name, left_out in {
-        "place": {"iteration", "micro_batch", "rank"},
-        "history": {"layer_index", "module", "expert", "micro_batch", "rank"},
-    }.items()
-}
 SEGMENT = ("number", "run_id", "name", "mtime_ns", "shift", "sketch_rows")  # columns of the table
-SUMS = "sum(count)::BIGINT AS count"  # adds up the rows of sketches
 SCHEMA = Path(__file__).with_name("schema.sql")
 ATTEMPTS = 5  # to list a run's segments while they are merged
-RECENT = 2.0  # seconds: a file that changed this recently may change again without a new modification time
 # DuckDB's errors for rows that it rejects. Other errors concern the index.
 DATA_ERRORS = (duckdb.DataError, duckdb.IntegrityError, duckdb.InvalidInputException, duckdb.OutOfMemoryException)
 
@@ -77,36 +58,6 @@ def schema() -> str:
     return "\n".join([*tables, SCHEMA.read_text(encoding="utf-8"), *cubes, "DROP TABLE sketch;"])
 
 
-def same(a: str, b: str, fields: Iterable[str]) -> str:
-    """The condition that rows of two tables have the same values, or none, in these fields."""
-    return " AND ".join(f"{a}.{name} IS NOT DISTINCT FROM {b}.{name}" for name in fields)
-
-
-@dataclass(frozen=True)
-class _OnDisk:
-    """A run as found on disk: its segments with their modification times, and a mark that shows whether it has
-    changed."""
-
-    run: RunInfo
-    segments: dict[str, int]
-    mark: tuple[int, ...] | None
-
-    @property
-    def settled(self) -> bool:
-        """Whether any change would change its mark."""
-        return self.mark is not None and self.run.status.state != RUNNING
-
-
-@dataclass(frozen=True)
-class _Damage:
-    """Why a run is left out: a segment is damaged or, if None, missing. seen: the result of `_seen` at that time; the
-    segments are read again once it differs, or at the next call if it is None."""
-
-    reason: str
-    segment: str | None
-    seen: Hashable
-
-
 class Intake:
     """Adds new runs and segments of a root to its index. `refused`: what the last call skipped, with the reason;
     `idle`: whether it found no changes."""
@@ -115,9 +66,9 @@ class Intake:
         self.root = root
         self.refused: list[str] = []  # replaced as a whole: pages read it while a call fills the next one
         self._skipped: list[str] = []
-        self._settled: dict[str, _OnDisk] = {}
+        self._settled: dict[str, RunOnDisk] = {}
         self._found: Set[str] | None = None  # the runs that the last call found, None if it did not end
-        self._damaged: dict[str, _Damage] = {}
+        self._damaged: dict[str, Damage] = {}
         self._vanished = False  # whether a segment was deleted before the last call could read it
         self.idle = False
 
@@ -136,11 +87,7 @@ class Intake:
             self._settled, self._found, self.refused = unchanged, names, self._skipped
             return 0
         changing()
-        known: dict[str, dict[str, int]] = {}
-        for run_id, name, mtime in cursor.execute(
-            "SELECT run_id, segment.name, mtime_ns FROM run FULL JOIN segment USING (run_id)"
-        ).fetchall():
-            known.setdefault(run_id, {})[name] = mtime
+        known = _known_segments(cursor)
         for run_id in known.keys() - unchanged.keys() - changed.keys():
             _drop(cursor, run_id)
         for run_id, on_disk in changed.items():
@@ -152,7 +99,7 @@ class Intake:
         self._damaged = {
             run_id: damage
             for run_id, damage in self._damaged.items()
-            if run_id in changed and damage.seen is not None and damage.seen == _seen(changed[run_id], damage.segment)
+            if run_id in changed and damage.seen is not None and damage.seen == seen_of(changed[run_id], damage.segment)
         }
         still = set(self._damaged)
         incomplete = self._write_runs(cursor, [on_disk.run for on_disk in changed.values()])
@@ -168,7 +115,7 @@ class Intake:
         for batch in self._read(new):
             taken_in = _at_once(cursor, batch, _add, lambda segment, error: self._refuse(segment, error, changed))
             added += len(taken_in)
-        _sum_up(cursor, self.root)
+        sum_up(cursor, self.root)
         if self._vanished:  # merged, or deleted with its run: look again, before rows are missed
             self._damaged = {run_id: damage for run_id, damage in self._damaged.items() if run_id in still}
             return added + self.catch_up(cursor, changing)
@@ -187,7 +134,7 @@ class Intake:
         self._found, self.refused = unchanged.keys() | changed.keys(), self._skipped
         return added
 
-    def _count(self, cursor: duckdb.DuckDBPyConnection, runs: list[_OnDisk]) -> None:
+    def _count(self, cursor: duckdb.DuckDBPyConnection, runs: list[RunOnDisk]) -> None:
         """Mark the runs that lack a segment, or for which the index has fewer tensors than their status says."""
         counted = [
             on_disk for on_disk in runs if on_disk.run.missing((), -1) and on_disk.run.run_id not in self._damaged
@@ -199,14 +146,14 @@ class Intake:
         for on_disk in counted:
             run_id = on_disk.run.run_id
             if missing := on_disk.run.missing(on_disk.segments, dict(rows).get(run_id, 0)):
-                self._damaged[run_id] = _Damage(f"{run_id} is damaged: {missing}", None, _seen(on_disk, None))
+                self._damaged[run_id] = Damage(f"{run_id} is damaged: {missing}", None, seen_of(on_disk, None))
 
-    def _look(self, before: dict[str, _OnDisk]) -> tuple[dict[str, _OnDisk], dict[str, _OnDisk]]:
+    def _look(self, before: dict[str, RunOnDisk]) -> tuple[dict[str, RunOnDisk], dict[str, RunOnDisk]]:
         """The runs on disk by name: the unchanged ones, and the others, oldest first."""
         unchanged, changed = {}, []
         for name in run_names(self.root):
             on_disk = before.get(name)
-            if on_disk and on_disk.mark == _mark(f"{self.root}/{name}", on_disk.segments):
+            if on_disk and on_disk.mark == mark_of(f"{self.root}/{name}", on_disk.segments):
                 unchanged[name] = on_disk
                 continue
             directory = self.root / name
@@ -225,11 +172,11 @@ class Intake:
         changed.sort(key=lambda on_disk: (str(on_disk.run.config.get("started")), on_disk.run.run_id))
         return unchanged, {on_disk.run.run_id: on_disk for on_disk in changed}
 
-    def _on_disk(self, directory: Path) -> _OnDisk:
+    def _on_disk(self, directory: Path) -> RunOnDisk:
         """Raises RunError, and FileNotFoundError if a segment is deleted in the meantime."""
         # The mark comes first, so that later changes are noticed next time. The segments come last, since a run that
         # ends meanwhile may have published some that its status counts.
-        mark = _mark(str(directory), segment_names(directory))
+        mark = mark_of(str(directory), segment_names(directory))
         run = read_run(directory)
         segments = {name: os.stat(directory / "segments" / name).st_mtime_ns for name in run.segments}
         try:
@@ -243,7 +190,7 @@ class Intake:
         except (RunError, OSError) as error:
             self._skipped.append(f"some results of {directory.name} are not shown: {describe(error)}")
             mark = None
-        return _OnDisk(run, segments, mark)
+        return RunOnDisk(run, segments, mark)
 
     def _write_runs(self, cursor: duckdb.DuckDBPyConnection, runs: list[RunInfo]) -> set[str]:
         """Update the rows of runs that differ from the index. Returns the ids of runs that cannot be written."""
@@ -292,7 +239,7 @@ class Intake:
         _put_records(cursor, batch)
         return refused
 
-    def _read(self, new: Iterable[tuple[_OnDisk, str, int]]) -> Iterator[list[_Segment]]:
+    def _read(self, new: Iterable[tuple[RunOnDisk, str, int]]) -> Iterator[list[_Segment]]:
         """Read segments, given as (run, name, modification time), in batches. A damaged run is not read further."""
         batch: list[_Segment] = []
         size = 0
@@ -321,11 +268,11 @@ class Intake:
         if batch:
             yield batch
 
-    def _refuse(self, segment: _Segment, error: Exception, runs: Mapping[str, _OnDisk]) -> None:
+    def _refuse(self, segment: _Segment, error: Exception, runs: Mapping[str, RunOnDisk]) -> None:
         reason = f"segment {segment.run_id}/{segment.name} is damaged: {describe(error)}"
         lasting = isinstance(error, (SegmentError, FileNotFoundError, duckdb.IntegrityError, pa.ArrowInvalid))
-        seen = _seen(runs[segment.run_id], segment.name) if lasting else None
-        self._damaged.setdefault(segment.run_id, _Damage(reason, segment.name, seen))
+        seen = seen_of(runs[segment.run_id], segment.name) if lasting else None
+        self._damaged.setdefault(segment.run_id, Damage(reason, segment.name, seen))
 
 
 @dataclass(frozen=True)
@@ -351,17 +298,6 @@ class _RecordFile:
     lines: RecordLines[Any] = field(default_factory=RecordLines)
 
 
-@contextmanager
-def transaction(cursor: duckdb.DuckDBPyConnection) -> Iterator[None]:
-    cursor.execute("BEGIN")
-    try:
-        yield
-    except BaseException:
-        cursor.execute("ROLLBACK")
-        raise
-    cursor.execute("COMMIT")
-
-
 def _at_once(
     cursor: duckdb.DuckDBPyConnection,
     batch: list[T],
@@ -382,7 +318,16 @@ def _at_once(
     return [entry for one in batch for entry in _at_once(cursor, [one], write, refuse)]
 
 
-def _take_over(cursor: duckdb.DuckDBPyConnection, on_disk: _OnDisk, taken: dict[str, int]) -> None:
+def _known_segments(cursor: duckdb.DuckDBPyConnection) -> dict[str, dict[str, int]]:
+    """The modification times of the indexed segments of each run; of a run without one, that of no name."""
+    known: dict[str, dict[str, int]] = {}
+    joined = "SELECT run_id, segment.name, mtime_ns FROM run FULL JOIN segment USING (run_id)"
+    for run_id, name, mtime in cursor.execute(joined).fetchall():
+        known.setdefault(run_id, {})[name] = mtime
+    return known
+
+
+def _take_over(cursor: duckdb.DuckDBPyConnection, on_disk: RunOnDisk, taken: dict[str, int]) -> None:
     """Assign the rows of indexed segments to the merged ones that have replaced them on disk."""
     for name in on_disk.segments.keys() - taken.keys():
         if not name.startswith(MERGED):
@@ -480,7 +425,7 @@ def _put_effects(cursor: duckdb.DuckDBPyConnection, runs: Iterable[RunInfo]) -> 
 
 
 def _add(cursor: duckdb.DuckDBPyConnection, segments: list[_Segment]) -> None:
-    first = _next_key(cursor)
+    first = next_key(cursor)
     tables: dict[str, list[pa.Table]] = {}
     names = []
     for segment in segments:
@@ -511,63 +456,6 @@ def _add(cursor: duckdb.DuckDBPyConnection, segments: list[_Segment]) -> None:
     _insert(cursor, "INSERT INTO segment FROM incoming", pa.Table.from_pylist(names))
 
 
-def _next_key(cursor: duckdb.DuckDBPyConnection) -> int:
-    """The key of the next tensor. It is never one that is already summed up, even if that tensor was deleted."""
-    ((key,),) = cursor.execute(
-        "SELECT greatest(max(tried), (SELECT coalesce(max(key) + 1, 0) FROM tensor)) FROM cube"
-    ).fetchall()
-    return int(key)
-
-
-def _sum_up(cursor: duckdb.DuckDBPyConnection, root: Path) -> None:
-    """Add the sketches of new tensors to each cube if there are many."""
-    end = _next_key(cursor)
-    for cube, upto, tried, merged in cursor.execute("SELECT name, upto, tried, merged FROM cube").fetchall():
-        if end - upto >= max(TAIL, 2 * (tried - upto)):
-            _sum_up_in(cursor, root, cube, upto, end, merged)
-
-
-def _sum_up_in(cursor: duckdb.DuckDBPyConnection, root: Path, cube: str, upto: int, end: int, merged: int) -> None:
-    """Add the tensors with keys from upto to end to a cube if there are at least two for each of its rows on average.
-    merged: the rows of its sums right after they were last merged."""
-    names, alike = ", ".join(CUBES[cube]), same("tensor", cube, CUBES[cube])
-    new = f"FROM tensor WHERE key >= {upto}"
-    ((tensors, rows),) = cursor.execute(
-        f"SELECT (SELECT count(*) {new}), (SELECT count(*) FROM (SELECT DISTINCT {names} {new}))"
-    ).fetchall()
-    cursor.execute("UPDATE cube SET tried = ? WHERE name = ?", [end, cube])
-    if tensors < 2 * rows:
-        return
-    # Without a cube queries read the sketches: where sums need more than 64 bits, or more memory than there
-    # is, or a segment was merged in the meantime.
-    with suppress(duckdb.DataError, duckdb.OutOfMemoryException, SegmentError), transaction(cursor):
-        cursor.execute(
-            # In the order of the tensors, so that the sums of rows that follow each other read the same files.
-            f"INSERT INTO {cube} (key, {names})"
-            f" SELECT (SELECT coalesce(max(key) + 1, 0) FROM {cube}) + row_number() OVER (ORDER BY first) - 1, {names}"
-            f" FROM (SELECT {names}, min(key) AS first {new} GROUP BY ALL) AS tensor ANTI JOIN {cube} ON {alike}"
-        )
-        part = f"SELECT {PLACED}, {cube}.key AS other FROM tensor JOIN {cube} ON {alike} WHERE tensor.key >= {upto}"
-        with sketches(cursor, root, part) as added_up:
-            cursor.execute(f"INSERT INTO {cube}_sketch FROM {added_up}")
-        size = _count(cursor, f"{cube}_sketch")
-        merged = merged or size
-        if size > 4 * merged:
-            cursor.execute(
-                f"CREATE OR REPLACE TABLE {cube}_sketch AS SELECT key, bin, {SUMS}"
-                f" FROM {cube}_sketch GROUP BY ALL ORDER BY ALL"
-            )
-            merged = _count(cursor, f"{cube}_sketch")
-        cursor.execute(
-            "UPDATE cube SET upto = ?, merged = ?, size = ? WHERE name = ?", [end, merged, _count(cursor, cube), cube]
-        )
-
-
-def _count(cursor: duckdb.DuckDBPyConnection, table: str) -> int:
-    ((count,),) = cursor.execute(f"SELECT count(*) FROM {table}").fetchall()
-    return int(count)
-
-
 def _drop(cursor: duckdb.DuckDBPyConnection, run_id: str) -> None:
     with transaction(cursor):
         for table in ("score", "block", "trace"):
@@ -578,37 +466,6 @@ def _drop(cursor: duckdb.DuckDBPyConnection, run_id: str) -> None:
             )
         for table in ("tensor", "segment", "effect", "record", "record_file", "run", *CUBES):
             cursor.execute(f"DELETE FROM {table} WHERE run_id = ?", [run_id])
-
-
-def _mark(directory: str, segments: Iterable[str]) -> tuple[int, ...] | None:
-    """A fingerprint of an ended run's files; None while they are too recent for their times to be reliable."""
-    mark: list[int] = []
-    times = []
-    names = ["", "run.json", "status.json", "segments", *(f"segments/{name}" for name in segments)]
-    names += [name for name in FORMER if os.path.exists(f"{directory}/{name}")]
-    path = Path(directory)
-    names += (name for kind in RECORD_KINDS for name in kind.files(path))
-    names += experiment_files(path)
-    try:
-        for name in names:
-            status = os.stat(f"{directory}/{name}")
-            mark += status.st_ino, status.st_size, status.st_mtime_ns
-            times.append(status.st_mtime)
-    except OSError:
-        return None
-    return None if max(times) > time.time() - RECENT else tuple(mark)
-
-
-def _seen(on_disk: _OnDisk, segment: str | None) -> Hashable:
-    """A fingerprint of the files of a segment or, if it is None, of the list of the run's segments and its count."""
-    if segment is None:
-        return *on_disk.segments.items(), on_disk.run.status.tensors
-    try:
-        with os.scandir(on_disk.run.directory / "segments" / segment) as entries:
-            files = sorted((entry.name, entry.stat()) for entry in entries)
-    except OSError:
-        return None
-    return tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in files)
 
 
 def _run_row(run: RunInfo) -> list[Any]:

@@ -87,35 +87,39 @@ def runs_with_references(runs: pd.DataFrame, parts: pd.DataFrame) -> pd.DataFram
     table["data"] = pd.Series(keys, table.index, object)
     table["unknown"] = [unknown(config, first) for config, first in zip(configs, firsts, strict=True)]
     table["seed"] = [str(config.get("seed")) for config in configs]
-    others = tuple(name for name in (*CONFIGURATION, *OVERRIDES) if name != "seed")
-    table["settings"] = [
-        (
-            *map(str, (*map(config.get, others), config.get("dp") or 1, corpus_of(config), _layers(config))),
-            *_history(config),
-        )
-        for config in map(shared_settings, configs)
-    ]
+    shared = [*map(shared_settings, configs)]
+    table["settings"] = [*map(_settings, shared)]
     table["stated"] = pd.Series([states_all(config) for config in configs], table.index, bool)
     table["alone"] = pd.Series([*map(rounding_alone_of, configs)], table.index, object)
     table["unit"] = pd.Series([*map(unit_of, configs)], table.index, object)
-    plain = table[(table["recipe"] == "bf16") & ~table["quantized"] & table["data"].notna()]
-    on_data = {data: tuple(ids[::-1]) for data, ids in plain.groupby("data")["run_id"].agg(list).items()}
-    shared = [*map(shared_settings, configs)]
     table["branch_of"] = [(branch_of(config) or {}).get("run_id") for config in shared]
     table["branched"] = pd.Series([*map(branched_at, shared)], table.index, float)
     starts = zip(table["data"], table["seed"], table["branched"], strict=True)
     table["start"] = pd.Series([d if at == -math.inf else (seed, at) for d, seed, at in starts], table.index, object)
-    plain_ids = {*plain["run_id"]}
-    table["references"] = [
-        (*on_data.get(data, ()), *([origin] if origin in plain_ids else []))
-        for data, origin in zip(table["data"], table["branch_of"], strict=True)
-    ]
+    table["references"] = _references(table)
     table["rounded"] = [_rounded(row) for _, row in table.iterrows()]
     table["name"] = runs["name"].fillna(table["rounded"])
     table["label"] = run_labels(table.assign(config=runs["config"]))
     table["workload"] = pd.Series([*map(workload_of, shared)], table.index, object)
     table["group"] = _group_names(table, shared)
     return table
+
+
+def _references(table: pd.DataFrame) -> list[tuple[str, ...]]:
+    """`references` of each run."""
+    plain = table[(table["recipe"] == "bf16") & ~table["quantized"] & table["data"].notna()]
+    on_data = {data: tuple(ids[::-1]) for data, ids in plain.groupby("data")["run_id"].agg(list).items()}
+    plain_ids = {*plain["run_id"]}
+    return [
+        (*on_data.get(data, ()), *([origin] if origin in plain_ids else []))
+        for data, origin in zip(table["data"], table["branch_of"], strict=True)
+    ]
+
+
+def _settings(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """`settings` of a run, from what `shared_settings` says of it."""
+    values = (config.get(name) for name in (*CONFIGURATION, *OVERRIDES) if name != "seed")
+    return *map(str, (*values, config.get("dp") or 1, corpus_of(config), _layers(config))), *_history(config)
 
 
 def workload_of(config: Mapping[str, Any]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-from binade.data.index.intake import same
+from binade.data.index.cubes import same
 from binade.data.index.opened import CatalogError, OpenIndex
 from binade.data.run.columns import ERROR_COLUMNS
 from binade.data.run.tensor_kinds import OF_ROUTER, TENSOR_KINDS, Product

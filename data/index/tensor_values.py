@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from binade.data.index.intake import same
+from binade.data.index.cubes import same
 from binade.data.index.opened import HIDDEN, IN_LIST, CatalogError, OpenIndex
 from binade.data.index.whole_tensors import joined
 from binade.data.run.columns import Identity

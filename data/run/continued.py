@@ -12,20 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from binade.data.run.access import check_writable
-from binade.data.run.directory import (
-    CANCELLED,
-    DONE,
-    FAILED,
-    RUN_FILE,
-    RunError,
-    RunInfo,
-    RunWriter,
-    list_runs,
-    note_continued,
-    unwritable,
-)
+from binade.data.run.directory import CANCELLED, DONE, FAILED, RUN_FILE, RunError, RunInfo, list_runs
 from binade.data.run.experiment import experiment_files
 from binade.data.run.json_files import write_json
+from binade.data.run.run_writer import RunWriter, note_continued, unwritable
 from binade.data.run.segment import segment_names
 from binade.data.run.store import locked
 from binade.data.words.text import describe

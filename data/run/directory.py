@@ -10,8 +10,7 @@
                      run that was queued
       loss.jsonl     a record for each iteration: see data.run.records and data.run.losses
       events.jsonl   other events: see data.run.events
-      experiment/    results of treatments, and what the run evaluated while it trained: see data.run.experiment;
-                     runs of earlier versions have twin.jsonl and held_out.jsonl instead
+      experiment/    results of treatments, and what the run evaluated while it trained: see data.run.experiment
       tensors/       tensor files      segments/   their rows
       ranks/         of a run on several ranks: the process of each and what it has recorded; rank 0 adds them up
 
@@ -26,12 +25,10 @@ import hashlib
 import json
 import os
 import re
-import secrets
 import socket
-import threading
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from functools import cache
@@ -47,33 +44,25 @@ from binade.data.run.json_files import (
     STRICT,
     Count,
     Pid,
+    Whole,
     parse_json,
     read_json,
     sealed,
-    write_json,
 )
-from binade.data.run.json_files import Finite as Finite
-from binade.data.run.json_files import Whole as Whole
 from binade.data.run.losses import LOSS, first_record
-from binade.data.run.records import append_record
-from binade.data.run.segment import MERGED, Manifest, last_number, read_manifest, segment_digest, segment_names
+from binade.data.run.segment import MERGED, Manifest, read_manifest, segment_digest, segment_names
 from binade.data.run.store import (
     LINK,
-    delete_left,
     locked,
+    process_start,
     read_file,
     remove_directory,
-    staged_directory,
-    sweep,
     write_atomic,
 )
-from binade.data.run.store import process_start as process_start
 
 RUN_FILE = "run.json"
 STATUS_FILE = "status.json"
 JOB_FILE = "job.json"
-# The absolute path of the queued run that a process was started for; inherited by what it starts.
-RUN_VARIABLE = "BINADE_RUN"
 IMPORT = "import"  # run.json's "kind" of a run whose tensors another tool logged
 FOLDERS = ("segments", "tensors", "ranks", "checkpoints")  # of a run
 CHECKPOINTS = "checkpoints"  # the folder of a run that can be resumed from them
@@ -108,15 +97,6 @@ class RootError(RunError):
     """The root is not a directory, and cannot become one. The message says what is in its place."""
 
     exit_status = 2
-
-
-class NotesChangedError(RunError):
-    """Someone else has changed a field of a run's notes since `seen` was read. current: the notes now."""
-
-    def __init__(self, field: str, current: RunNotes) -> None:
-        self.current = current
-        theirs = getattr(current, field) or "empty"
-        super().__init__(f"someone else has changed the {field} in the meantime; it is now: {theirs}")
 
 
 @pydantic_dataclass(frozen=True, config=STRICT)
@@ -231,8 +211,6 @@ class RunFile(TypedDict, total=False):
 
 SEGMENT = re.compile(r"(rank\d+-)\d{6,}")
 _URL = re.compile(r"[a-z][a-z0-9+.-]*:/")  # pathlib joins the two slashes
-UNNAMEABLE = re.compile(r"[^A-Za-z0-9._-]")
-LONGEST_LABEL = 128
 COUNTS = ("tensors", "tensors_without_raw", "bytes")
 # A run on another machine whose status has not changed for this long has crashed: its process cannot be checked.
 SILENCE = timedelta(hours=1)
@@ -265,7 +243,7 @@ class RunInfo:
             return None
         if rows < counted:
             return f"its segments contain {rows} tensors, but status.json says {counted}, so a segment is missing"
-        names = _written(self.directory, segments)
+        names = written_segments(self.directory, segments)
         last = {match[1]: match[0] for name in sorted(names) if (match := SEGMENT.fullmatch(name))}
         for rank, name in last.items():
             before = (f"{rank}{number:06d}" for number in range(1, int(name[len(rank) :])))
@@ -315,169 +293,6 @@ def boot() -> str:
         return ""
 
 
-def _process(pid: int | None = None) -> dict[str, Any]:
-    """The fields of a status that name a process of this machine: this one unless given."""
-    pid = pid or os.getpid()
-    return {"pid": pid, "pid_started": process_start(pid) or 0.0, "host": socket.gethostname(), "boot": boot()}
-
-
-@dataclass
-class RunWriter:
-    """The run directory that this process writes, or one rank of several. Only rank 0 writes status, log and losses; on
-    the others these calls do nothing, or keep the rank's own counts. Threads may share it. Every method raises OSError
-    if it cannot write."""
-
-    run_id: str
-    directory: Path
-    status: Status
-    rank: int = 0
-    ranks: int = 1
-    _segments: int = field(default=0)
-    _lock: threading.RLock = field(default_factory=threading.RLock, repr=False, compare=False)
-
-    @classmethod
-    def create(
-        cls, root: Path, label: str, config: dict[str, Any], *, ranks: int = 1, owner: int | None = None
-    ) -> RunWriter:
-        """Create <root>/<run_id> atomically, with run.json and a first status. The id contains the label, with "-" in
-        place of characters that are not plain in a file name. A process that was started for a queued run of this root
-        begins that run instead. owner is the process that the run depends on, by default this one. Raises RunError if
-        the root cannot be written or `read_run` would not accept the configuration, and then leaves nothing behind;
-        ReadOnlyError."""
-        check_writable("recording a run")
-        try:
-            parse_json(RunFile, json.dumps(config).encode())
-        except ValueError as error:
-            raise RunError(f"run.json: {error}") from None
-        sweep(root)
-        queued = queued_run(root)
-        run_id = queued.name if queued else new_run_id(label)
-        try:
-            with nullcontext(queued) if queued else staged_directory(root / run_id) as part:
-                for name in ("segments", "tensors", *(["ranks"] if ranks > 1 else [])):
-                    (part / name).mkdir(exist_ok=bool(queued))
-                started = {"run_id": run_id, "started": now()}
-                write_run_file(part, started | config)
-                writer = cls(run_id, part, Status(RUNNING, **_process(owner)), ranks=ranks)
-                writer.update()
-        except OSError as error:
-            raise unwritable(root, error) from error
-        writer.directory = root / run_id
-        return writer
-
-    @classmethod
-    def reopen(cls, directory: Path, *, ranks: int = 1, owner: int | None = None, **changes: Any) -> RunWriter:
-        """Continue a run that has ended: it is running again, in the process `owner` or this one, with these changes of
-        its status. Raises OSError, ReadOnlyError, or RunError if its status is damaged."""
-        check_writable("recording a run")
-        try:
-            before = read_status(directory)
-            run_id = read_json(RunFile, directory / RUN_FILE).get("run_id") or directory.name  # it may be renamed
-        except ValueError as error:
-            raise RunError(f"{directory.name} cannot be read: {error}") from error
-        for end in ("part", "gone"):  # of killed processes, also of older versions and other machines
-            for left in directory.glob(f"segments/.*.{end}"):
-                delete_left(left)
-        writer = cls(
-            run_id, directory, before, ranks=ranks, _segments=last_number(_written(directory, segment_names(directory)))
-        )
-        writer.update(state=RUNNING, reason=None, finished=None, **_process(owner), **changes)
-        return writer
-
-    def continue_after(self, segments: int) -> None:
-        """Number the next segment as the one after this many."""
-        self._segments = segments
-
-    @classmethod
-    def join(cls, directory: Path, rank: int, ranks: int) -> RunWriter:
-        """Another rank's part of a run that rank 0 has created. Raises RunError if its directory cannot be found."""
-        try:
-            status = read_status(directory)
-            writer = cls(directory.name, directory, status, rank, ranks)
-            writer.update(**dict.fromkeys(COUNTS, 0))
-        except OSError as error:
-            raise RunError(
-                f"rank {rank} cannot write to {directory}: {error.strerror or error}; all ranks need the same directory"
-            ) from error
-        return writer
-
-    def update(self, **changes: Any) -> None:
-        """Replace status.json. The counts in the changes are this rank's; the status has the sums over all ranks."""
-        with self._lock:
-            if self.ranks > 1:
-                changes |= self._count({name: changes[name] for name in COUNTS if name in changes})
-            self.status = replace(self.status, **changes, heartbeat=now())
-            if self.rank == 0:
-                write_json(self.directory / STATUS_FILE, self.status)
-
-    def _count(self, counts: dict[str, Any]) -> dict[str, int]:
-        """Save this rank's counts if they have changed. Returns the sums of what all ranks have written so far."""
-        if counts:
-            write_json(self.directory / "ranks" / f"rank{self.rank:02d}.json", RankStatus(**_process(), **counts))
-        return total_counts(self.directory)
-
-    def finish(self, state: RunState, reason: str | None = None) -> None:
-        """Record how the run ended."""
-        if self.rank == 0:
-            self.update(state=state, reason=reason, finished=now())
-
-    def describe(self, facts: Mapping[str, Any]) -> None:
-        """As `describe_run`."""
-        if self.rank == 0:
-            describe_run(self.directory, facts)
-
-    def append_loss(self, record: Mapping[str, Any]) -> None:
-        if self.rank == 0:
-            append_record(self.directory, LOSS, record)
-
-    @property
-    def segments(self) -> int:
-        """The number of the last segment of this rank."""
-        self.next_segment_name()
-        return self._segments
-
-    def next_segment_name(self) -> str:
-        """The name of the next segment; it stays the same until a segment of this name has been published."""
-        while (self.directory / "segments" / (name := f"rank{self.rank:02d}-{self._segments + 1:06d}")).exists():
-            self._segments += 1
-        return name
-
-
-def new_run_id(label: str) -> str:
-    """The name of a new run's directory: the time, the label with "-" in place of characters that are not plain in a
-    file name, and six hexadecimal digits."""
-    named = UNNAMEABLE.sub("-", label).lstrip(".")[:LONGEST_LABEL] or "run"
-    return f"{datetime.now(UTC):%Y%m%d_%H%M%S}_{named}_{secrets.token_hex(3)}"
-
-
-def write_queued(directory: Path) -> None:
-    """Mark a run as queued: a new one, in a directory without status.json, or one that has ended. Raises OSError, and
-    ValueError if its status is damaged."""
-    nobody: dict[str, Any] = {"pid": 0, "pid_started": 0.0, "host": "", "boot": ""}
-    try:
-        status = replace(read_status(directory), state=QUEUED, reason=None, finished=None, **nobody)
-    except FileNotFoundError:
-        status = Status(QUEUED, **nobody)
-    write_json(directory / STATUS_FILE, replace(status, heartbeat=now()))
-
-
-def queued_run(root: Path) -> Path | None:
-    """The directory of the run of this root that this process was started for, unless that has begun."""
-    directory = Path(os.environ.get(RUN_VARIABLE, ""))
-    try:
-        waits = directory.parent.samefile(root) and read_status(directory).state == QUEUED
-        return root / directory.name if waits else None
-    except (OSError, ValueError):
-        return None
-
-
-def note_continued(root: Path, run_id: str) -> None:
-    """Note in the directory of the queued run that this process was started for, if any, that it writes this run
-    instead. Raises OSError."""
-    if queued := queued_run(root):
-        write_json(queued / STATUS_FILE, replace(read_status(queued), continues=run_id))
-
-
 def has_not_begun(directory: Path) -> bool:
     """Whether a directory without run.json is that of a queued run, and not of one that has lost it."""
     with suppress(OSError):
@@ -486,7 +301,7 @@ def has_not_begun(directory: Path) -> bool:
     return False
 
 
-def _written(directory: Path, segments: Iterable[str]) -> set[str]:
+def written_segments(directory: Path, segments: Iterable[str]) -> set[str]:
     """These segments of a run, and the names of the segments that were merged into them."""
     names: set[str] = set()
     for name in segments:
@@ -526,57 +341,6 @@ def rank_statuses(directory: Path) -> list[RankStatus]:
         with suppress(OSError, ValueError):
             statuses.append(read_json(RankStatus, path, directory))
     return statuses
-
-
-def read_notes(directory: Path) -> RunNotes:
-    """The name, color and note of a run. Raises OSError, and ValueError if the file is damaged."""
-    try:
-        return read_json(RunNotes, directory / "notes.json")
-    except FileNotFoundError:
-        return RunNotes()
-
-
-def change_notes(directory: Path, notes: RunNotes, seen: RunNotes) -> None:
-    """Change the fields of a run's notes in which `notes` differs from `seen`, the notes that the user started from.
-    Raises NotesChangedError if someone else has changed such a field in the meantime, RunError if the file is damaged,
-    ReadOnlyError, OSError."""
-    check_writable("naming a run")
-    changes = {name: text for name, text in asdict(notes).items() if text != getattr(seen, name)}
-    with locked(directory, required=False):
-        try:
-            current = read_notes(directory)
-        except ValueError as error:
-            raise RunError(f"{directory / 'notes.json'} is damaged: {error}; delete it to name the run again") from None
-        for name, text in changes.items():
-            if getattr(current, name) not in (getattr(seen, name), text):
-                raise NotesChangedError(name, current)
-        write_json(directory / "notes.json", replace(current, **changes))
-
-
-def parse_notes(name: str = "", color: str = "", note: str = "") -> RunNotes:
-    """Raises RunError for a value that is not allowed."""
-    try:
-        return parse_json(RunNotes, json.dumps({"name": name.strip(), "color": color.lower(), "note": note}).encode())
-    except ValueError as error:
-        raise RunError(
-            f"{error}. A name has at most 80 characters, a note 10,000, and a color looks like #1f77b4"
-        ) from None
-
-
-def total_counts(directory: Path) -> dict[str, int]:
-    ranks = rank_statuses(directory)
-    return {name: sum(getattr(rank, name) for rank in ranks) for name in COUNTS}
-
-
-def settle(directory: Path, state: RunState, reason: str | None) -> None:
-    """Record how a run ended whose processes are gone: of several ranks, rank 0 may not have known the cause. Temporary
-    files of killed processes are deleted."""
-    for part in [*directory.glob(".*.part"), *directory.glob("*/.*.part"), *directory.glob("tensors/*/.*.part")]:
-        delete_left(part)
-    status = read_status(directory)
-    counts: dict[str, Any] = total_counts(directory) if (directory / "ranks").is_dir() else {}
-    changed = replace(status, state=state, reason=reason, finished=now(), heartbeat=now(), **counts)
-    write_json(directory / STATUS_FILE, changed)
 
 
 def read_run(directory: Path) -> RunInfo:
@@ -632,11 +396,6 @@ def delete_run(directory: Path) -> None:
         state = "queued" if run.status.state == QUEUED else "still running"
         raise RunError(f"{run.run_id} is {state}: cancel it first")
     remove_directory(directory)
-
-
-def unwritable(root: Path, error: OSError) -> RunError:
-    """That no run can be created in a root."""
-    return RunError(f"cannot write to {root}: {error.strerror or error}; choose a directory with --tensor-save-dir")
 
 
 def unusable_root(root: Path) -> str:

@@ -14,8 +14,6 @@ parameter, and for those of each layer and all of them as one vector:
     cosine          of g and ĝ, the mean over the passes
 
 A recipe that draws no random numbers has one pass, variance 0 and no errors: its bias is exact for the micro-batch.
-
-Earlier versions wrote a record for each evaluation: HELD_OUT and TWIN.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
-from binade.data.run.directory import RunError, Whole
+from binade.data.run.directory import RunError
 from binade.data.run.effects import rounded_by
 from binade.data.run.experiment import (
     EXPERIMENT,
@@ -43,8 +41,7 @@ from binade.data.run.experiment import (
     read_results,
     read_rows,
 )
-from binade.data.run.json_files import STRICT
-from binade.data.run.records import RecordKind, read_records
+from binade.data.run.json_files import STRICT, Whole
 from binade.data.words.text import describe
 
 STEP = "step"  # the name of all parameters together
@@ -116,9 +113,6 @@ class Twin:
 
 
 _FIELDS = tuple(field.name for field in fields(GradientTwin))
-# The files of earlier versions
-HELD_OUT = RecordKind("held_out", "held_out.jsonl", HeldOut, "held-out evaluations")
-TWIN = RecordKind("twin", "twin.jsonl", Twin, "twin steps")
 
 
 def own_recipe(config: Mapping[str, Any]) -> TreatmentKey:
@@ -150,7 +144,7 @@ def add_twin(writer: ExperimentWriter, recipe: TreatmentKey, twin: Twin) -> None
 def read_held_out(directory: Path) -> dict[int, HeldOut]:
     """The evaluations of held-out sequences of a run, by iteration, the last one of each. Raises RunError for a damaged
     file, and OSError."""
-    evaluations = {each.iteration: each for each in read_records(HELD_OUT, directory)}
+    evaluations: dict[int, HeldOut] = {}
     for result in read_results(directory):
         if result.iteration is not None and result.data != TWIN_STEP and result.key.base:
             with _checked():
@@ -161,7 +155,7 @@ def read_held_out(directory: Path) -> dict[int, HeldOut]:
 
 def read_twins(directory: Path) -> list[Twin]:
     """The twin steps of a run, by iteration, the last one of each. Raises RunError for a damaged file, and OSError."""
-    twins = {twin.iteration: twin for twin in read_records(TWIN, directory)}
+    twins: dict[int, Twin] = {}
     rows: dict[int, list[dict[str, Any]]] = {}
     for row in read_rows(directory, "gradients"):
         if row["name"] == STEP:
@@ -193,5 +187,4 @@ def _checked() -> Iterator[None]:
 
 def has_twins(directory: Path) -> bool:
     """Whether a run has files of twin steps."""
-    tables = experiment_files(directory)
-    return (directory / TWIN.file).exists() or any(name.startswith(f"{EXPERIMENT}/gradients") for name in tables)
+    return any(name.startswith(f"{EXPERIMENT}/gradients") for name in experiment_files(directory))

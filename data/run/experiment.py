@@ -49,8 +49,6 @@ OPERAND_VALUES = "operand_values"
 second operand of its forward GEMM have in a batch."""
 PART = 1 << 20  # bytes
 MOST_PART = 1 << 30  # bytes of a file that is read: one result may be large
-FORMER = {"effects.jsonl": "binade verify --convert ROOT converts it", "parity.json": "run binade parity again"}
-"""Files of earlier versions, and what to do with them."""
 RESULTS = pa.schema(
     [
         ("treatment", pa.string()),  # TreatmentKey.id
@@ -249,10 +247,8 @@ class BatchResult:
 class ExperimentWriter:
     """Adds results to the experiment of a run, as its only writer. Raises as `check_experiment`, and OSError."""
 
-    def __init__(self, directory: Path, *, former: bool = False) -> None:
-        """former: whether the run may have files of an earlier version, which are being converted."""
-        if not former:
-            check_experiment(directory)
+    def __init__(self, directory: Path) -> None:
+        check_experiment(directory)
         self._folder = directory / EXPERIMENT
         self._folder.mkdir(exist_ok=True)
         last = max((number for _, number, _ in _files(directory)), default=-1)
@@ -460,14 +456,6 @@ def _by_sequence(directory: Path, name: str, value_of: Callable[[dict[str, Any]]
 
 
 def check_experiment(directory: Path) -> None:
-    """Raise RunError for a damaged file of an experiment, or for one of an earlier version; OSError."""
-    check_former(directory)
+    """Raise RunError for a damaged file of an experiment; OSError."""
     for name in EXPERIMENT_TABLES:
         read_rows(directory, name)
-
-
-def check_former(directory: Path) -> None:
-    """Raise RunError for a file of an earlier version."""
-    for name, instead in FORMER.items():
-        if os.path.lexists(directory / name):
-            raise RunError(f"its {name} is of an earlier version, and is not read: {instead}")

@@ -17,7 +17,6 @@ import pyarrow.parquet as pq
 
 from binade.data.run.directory import RunInfo
 from binade.data.run.segment import (
-    FORMER,
     MERGED,
     TABLES,
     Replaced,
@@ -80,7 +79,7 @@ def _tables(segment: Path) -> dict[str, pa.Table]:
     tables: dict[str, pa.Table] = {}
     for stem, file in table_files(segment).items():
         table, schema = completed(stem, pq.read_table(file, partitioning=None)), TABLES[stem]
-        if more := {*table.column_names} - {*schema.names, *FORMER}:
+        if more := {*table.column_names} - {*schema.names}:
             raise ValueError(f"{file} has a column {min(more)!r}, which this version does not know")
         tables[stem] = table.select(schema.names).cast(schema)
     return tables

@@ -28,7 +28,6 @@ from binade.data.run.experiment import (
     Floats,
     Place,
     TreatmentKey,
-    check_former,
     read_logprobs,
     read_results,
 )
@@ -189,7 +188,6 @@ def read_gaps(directory: Path) -> list[Gap]:
 
 def read_parity(directory: Path) -> Parity | None:
     """The parity of the two policies of a run; None if it has none. Raises RunError if it is damaged, and OSError."""
-    check_former(directory)
     gaps = read_gaps(directory)
     if not gaps:
         return None

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from binade.data.run.evaluations import HELD_OUT, TWIN
 from binade.data.run.events import EVENT
 from binade.data.run.losses import LOSS
 from binade.data.run.records import RecordKind
 
-RECORD_KINDS: tuple[RecordKind[Any], ...] = (LOSS, EVENT, HELD_OUT, TWIN)
+RECORD_KINDS: tuple[RecordKind[Any], ...] = (LOSS, EVENT)

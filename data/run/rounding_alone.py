@@ -18,8 +18,7 @@ from pydantic.dataclasses import dataclass
 
 from binade.data.compare import evidence
 from binade.data.compare.evidence import GAP, Estimate
-from binade.data.run.directory import Finite, Whole
-from binade.data.run.json_files import STRICT, parse_json
+from binade.data.run.json_files import STRICT, Finite, Whole, parse_json
 
 FACT = "rounding_alone"
 

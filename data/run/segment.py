@@ -82,8 +82,6 @@ TABLES = {name: _schema(columns) for name, columns in _COLUMNS.items()}
 TENSOR_SCHEMA = TABLES["tensor"]
 OPTIONAL = {each.name for columns in _COLUMNS.values() for each in columns if each.optional}
 """Columns that segments of earlier versions do not have: they are null there."""
-FORMER = {name: pa.list_(pa.float64()) for name in ("loss_first_by_sequence", "loss_second_by_sequence")}
-"""Columns of scores that segments of earlier versions have, and that nothing reads."""
 # Rows of a row group: a sketch that is read alone costs one or two groups, see data/index/sketches.py.
 GROUP_ROWS = {name: 1 << 14 if name == "sketch" else 1 << 20 for name in TABLES}
 MANIFEST = "manifest.json"
@@ -91,7 +89,7 @@ DIGESTED = 1 << 12  # rows of a segment that are Python objects at once
 MERGED, IMPORTED = "merged-", "import-"  # how the names of segments begin that may replace others
 HELD_ROWS = 1 << 20  # that are in memory before they are written
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]  # a SHA-256
-FileName = Annotated[str, Field(pattern=r"^[a-z]+\.(parquet|jsonl)$")]  # imports of earlier versions had a files.jsonl
+FileName = Annotated[str, Field(pattern=r"^[a-z]+\.parquet$")]
 
 
 class SegmentError(ValueError):

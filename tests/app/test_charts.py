@@ -30,9 +30,9 @@ from binade.app.view.view import View
 from binade.collector.recipes.recipe import TEN_RECIPES
 from binade.data.compare.same_data import NATS
 from binade.data.index.catalog import Catalog
-from binade.data.run.directory import RunWriter
 from binade.data.run.events import Event, EventKind, append_event
 from binade.data.run.losses import read_losses
+from binade.data.run.run_writer import RunWriter
 from binade.data.run.segment import TENSOR_SCHEMA
 from tests.conftest import PROJECT, run_python
 

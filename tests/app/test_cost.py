@@ -22,7 +22,7 @@ from binade.collector.recipes.files import read_recipe
 from binade.data.compare.parity import Policies, joined
 from binade.data.compare.routing import RoutedLayer, Routing
 from binade.data.index.catalog import Catalog
-from binade.data.run.directory import DONE, RunError, RunWriter, list_runs
+from binade.data.run.directory import DONE, RunError, list_runs
 from binade.data.run.effects import Measured
 from binade.data.run.experiment import (
     EXPERIMENT,
@@ -36,6 +36,7 @@ from binade.data.run.experiment import (
 )
 from binade.data.run.losses import first_step
 from binade.data.run.parity_results import ALL, CHANGE, DIVERGENCE, TRAINER, Parity, ParityStep, read_parity
+from binade.data.run.run_writer import RunWriter
 from binade.data.run.verify import verify
 from binade.data.words.filter import Filter
 from tests.app import roots

@@ -14,7 +14,8 @@ from binade.app.draw.figure import Drawn
 from binade.app.view.view import View
 from binade.cli import main
 from binade.data.index.catalog import Catalog
-from binade.data.run.directory import IMPORT, RUN_FILE, RunWriter, write_run_file
+from binade.data.run.directory import IMPORT, RUN_FILE, write_run_file
+from binade.data.run.run_writer import RunWriter
 from tests.app.planted import normal, operand
 from tests.app.test_pages import Visit, words
 from tests.compared import gaps_of, printed

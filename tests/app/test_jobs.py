@@ -26,8 +26,9 @@ from binade.collector.training.slurm_options import SlurmOptions
 from binade.collector.training.targets import CONFIG
 from binade.data.index.catalog import Catalog
 from binade.data.run.access import ReadOnlyError
-from binade.data.run.directory import RUN_VARIABLE, list_runs
+from binade.data.run.directory import list_runs
 from binade.data.run.json_files import write_json
+from binade.data.run.run_writer import RUN_VARIABLE
 from binade.quant.formats import FORMATS
 from tests.app import roots
 from tests.app.test_cost import of_recipes

@@ -15,7 +15,8 @@ from binade.app.sessions import pins
 from binade.app.sessions.session import Pin
 from binade.data.index.cache import ResultCache
 from binade.data.index.catalog import Catalog
-from binade.data.run.directory import DONE, RunWriter
+from binade.data.run.directory import DONE
+from binade.data.run.run_writer import RunWriter
 from tests.app import roots
 from tests.app.test_pins import drawn_again
 from tests.data.builder import add_segment

@@ -14,7 +14,8 @@ from streamlit.testing.v1 import AppTest
 from binade.app.frame.palette import find
 from binade.app.view.view import View
 from binade.data.index.catalog import Catalog
-from binade.data.run.directory import DONE, IMPORT, RunWriter, describe_run
+from binade.data.run.directory import DONE, IMPORT, describe_run
+from binade.data.run.run_writer import RunWriter
 from binade.data.words.filter import Filter
 from tests.app.test_runs_page import cells_of
 from tests.compared import gaps_of, printed

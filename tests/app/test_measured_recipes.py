@@ -15,8 +15,9 @@ from binade.collector.recipes.files import to_toml
 from binade.collector.recipes.parse import parse_recipe
 from binade.data.compare.comparison import RECIPE_FIELDS
 from binade.data.index.catalog import Catalog
-from binade.data.run.directory import DONE, RunWriter
+from binade.data.run.directory import DONE
 from binade.data.run.effects import recipe_sha256
+from binade.data.run.run_writer import RunWriter
 from tests.app import roots
 from tests.app.test_gap_bands import train
 from tests.collector.test_jobs import end_all

@@ -29,8 +29,9 @@ from binade.app.sessions import open_session
 from binade.app.view.params import texts_of
 from binade.collector import Recorder
 from binade.data.index.catalog import Catalog, DamagedIndexError
-from binade.data.run.directory import RunNotes, read_notes
+from binade.data.run.directory import RunNotes
 from binade.data.run.events import Event, EventKind, append_event
+from binade.data.run.run_notes import read_notes
 from binade.data.words.filter import Filter
 from tests.app import roots
 from tests.app.conftest import close_pages

@@ -40,7 +40,7 @@ from binade.app.sessions.pins import refreshed
 from binade.app.sessions.session import Pin
 from binade.app.view.view import View
 from binade.data.index.catalog import Catalog
-from binade.data.run.directory import process_start
+from binade.data.run.store import process_start
 from binade.data.words.filter import Filter
 from tests.app import reports
 from tests.app.reports import HOSTILE, tensors

@@ -12,7 +12,8 @@ from binade.app.draw import style
 from binade.app.questions.shared.runs import distinct_ends, every_run
 from binade.app.view.view import View
 from binade.data.index.catalog import Catalog
-from binade.data.run.directory import RunNotes, change_notes
+from binade.data.run.directory import RunNotes
+from binade.data.run.run_notes import change_notes
 from tests.app import roots
 
 Look = tuple[str, tuple[int, ...] | None]

@@ -13,9 +13,10 @@ from binade.app.draw.figure import Table, Text
 from binade.app.questions.runs.table import data_of
 from binade.app.view.view import View
 from binade.data.index.catalog import Catalog
-from binade.data.run.directory import RunWriter, now
+from binade.data.run.directory import now
 from binade.data.run.events import Event, EventKind, append_event
 from binade.data.run.experiment import EXPERIMENT
+from binade.data.run.run_writer import RunWriter
 from tests.app.test_pages import Visit, words
 from tests.data.builder import make_run
 

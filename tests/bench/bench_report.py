@@ -36,7 +36,8 @@ from binade.app.sessions.pins import refreshed
 from binade.app.sessions.session import Pin, View
 from binade.data.index.catalog import Catalog
 from binade.data.run.columns import Identity, Score, TensorRow
-from binade.data.run.directory import DONE, RunWriter
+from binade.data.run.directory import DONE
+from binade.data.run.run_writer import RunWriter
 from binade.data.run.segment import write_segment
 from binade.data.run.store import save
 from binade.quant.metrics import score

@@ -35,7 +35,7 @@ from websockets.asyncio.client import ClientConnection, connect
 
 from binade.collector import Recorder
 from binade.data.index.catalog import Catalog
-from binade.data.run.directory import RunWriter
+from binade.data.run.run_writer import RunWriter
 from binade.data.run.segment import write_tables
 from tests.bench.make_root import EVERY, SCORED, Prototypes, make_root, rows
 

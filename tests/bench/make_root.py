@@ -20,7 +20,8 @@ import torch
 
 from binade import quant
 from binade.data.run.columns import COUNTS, ERROR_COLUMNS, MOMENTS
-from binade.data.run.directory import DONE, RunWriter
+from binade.data.run.directory import DONE
+from binade.data.run.run_writer import RunWriter
 from binade.data.run.segment import TABLES, write_tables
 from binade.data.run.tensor_kinds import TENSOR_KINDS
 from binade.quant.metrics import score

@@ -27,9 +27,10 @@ from binade.collector.datasets.loading import Dataset
 from binade.collector.training.config import RunConfig
 from binade.collector.training.loop import describe_run
 from binade.collector.training.plan import plan
-from binade.data.run.directory import CANCELLED, DONE, FAILED, RUNNING, RunState, RunWriter, now
+from binade.data.run.directory import CANCELLED, DONE, FAILED, RUNNING, RunState, now
 from binade.data.run.events import Event, EventKind, append_event
 from binade.data.run.experiment import EXPERIMENT
+from binade.data.run.run_writer import RunWriter
 from tests.data.builder import add_segment
 from tests.data.experiments import Effect, append_effect
 

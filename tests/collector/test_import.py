@@ -8,7 +8,6 @@ import os
 import pickle
 import random
 import re
-import shutil
 import signal
 import socket
 import zipfile
@@ -18,8 +17,6 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -31,7 +28,6 @@ from binade.data.index.cache import ResultCache
 from binade.data.index.catalog import Catalog
 from binade.data.run.directory import DONE, RunInfo, list_runs
 from binade.data.run.notes import notes
-from binade.data.run.segment import MANIFEST, manifest, table_files, write_tables
 from binade.data.run.store import TensorFileError
 from binade.data.run.verify import verify
 from binade.quant import score, summarize
@@ -369,28 +365,6 @@ def test_importing_again_replaces_the_import_before(bring, capsys, tmp_path, log
     assert len(again) == 10 and set(first["tensor_id"]) < set(again["tensor_id"]) and again["tensor_id"].is_unique
     run = only_run(tmp_path)
     assert run.status.tensors == 10 and run.config["files"]["V2"] == 1 and run.config["scores"] == ["mxfp8"]
-
-
-def test_an_import_of_an_older_version_is_replaced(bring, tmp_path, logs):
-    """Several segments, each with a list of its files."""
-    for seed, name in enumerate(("a", "b")):
-        write(logs / f"{name}.pt", tensor(seed))
-    assert bring() == 0
-    first, directory = rows(tmp_path), only_run(tmp_path).directory
-    (segment,) = directory.glob("segments/*")
-    tables = {name: pq.read_table(file) for name, file in table_files(segment).items()}
-    for number, tensor_id in enumerate(first["tensor_id"], 1):
-        one = directory / "segments" / f"rank00-{number:06d}"
-        own = tensor_id.rpartition("/")[2]
-        write_tables(one, [{n: t.filter(pc.equal(t["tensor_id"], own)) for n, t in tables.items()}])
-        (one / "files.jsonl").write_text("{}\n")
-        files = {path.name: path for path in one.iterdir() if path.name != MANIFEST}
-        (one / MANIFEST).write_bytes(manifest(directory.name, one.name, files))
-    shutil.rmtree(segment)
-    assert rows(tmp_path)["rms"].tolist() == first["rms"].tolist()
-    assert bring() == 0 and verify(tmp_path / "runs").damaged == []
-    pd.testing.assert_frame_equal(rows(tmp_path), first)
-    assert [path.name for path in directory.glob("segments/*")] == ["import-000003"]
 
 
 def test_an_import_whose_rows_are_damaged_stays(bring, capsys, tmp_path, logs):

@@ -32,8 +32,9 @@ from binade.collector.training.plan import plan
 from binade.data.index.catalog import Catalog
 from binade.data.run.access import ReadOnlyError
 from binade.data.run.continued import continued_run
-from binade.data.run.directory import RUN_VARIABLE, RunState, RunWriter, list_runs, read_status, settle, write_queued
+from binade.data.run.directory import RunState, list_runs, read_status
 from binade.data.run.json_files import write_json
+from binade.data.run.run_writer import RUN_VARIABLE, RunWriter, settle, write_queued
 from binade.data.run.store import HOST
 from tests.collector.forked import run_forked
 from tests.collector.test_failures import check_rows

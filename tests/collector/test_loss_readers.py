@@ -29,8 +29,9 @@ from binade.collector.imports.readers.series import Columns, Series, Window, win
 from binade.data.compare.loss_gaps import loss_gaps
 from binade.data.index.catalog import Catalog
 from binade.data.index.run_table import losses_of, runs_with_references
-from binade.data.run.directory import list_runs, read_notes
+from binade.data.run.directory import list_runs
 from binade.data.run.losses import read_losses
+from binade.data.run.run_notes import read_notes
 from tests.collector.logs_made import tensor, write
 from tests.compared import compared
 

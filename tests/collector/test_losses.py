@@ -35,9 +35,10 @@ from binade.collector import Recorder, instrument
 from binade.collector.imports.readers import table, text
 from binade.data.index.catalog import Catalog
 from binade.data.index.run_table import runs_with_references
-from binade.data.run.directory import CRASHED, DONE, RunInfo, list_runs, read_notes
+from binade.data.run.directory import CRASHED, DONE, RunInfo, list_runs
 from binade.data.run.losses import LOSS, read_losses
 from binade.data.run.records import read_lines
+from binade.data.run.run_notes import read_notes
 from tests.collector.forked import forked, kill_at
 from tests.collector.logs_made import tensor, write
 from tests.compared import compared, gaps_of, printed

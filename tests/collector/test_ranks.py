@@ -16,8 +16,9 @@ import torch
 from scipy.stats import kurtosis
 
 from binade.data.index.catalog import Catalog, CatalogError
-from binade.data.run.directory import RankStatus, list_runs, process_start, rank_statuses
+from binade.data.run.directory import RankStatus, list_runs, rank_statuses
 from binade.data.run.losses import read_losses
+from binade.data.run.store import process_start
 from binade.data.run.tensor_kinds import Other, tensor_names
 from binade.data.words.filter import Filter
 from tests.collector import ranks_worker

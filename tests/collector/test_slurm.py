@@ -115,13 +115,6 @@ def test_a_target_gives_what_the_command_does_not(command, capsys, tmp_path: Pat
     assert f"apptainer exec --nv --bind /data /images/torch.sif {sys.executable} -u -m" in line
 
 
-def test_a_table_of_an_earlier_version_does_not_stop_a_target(command, capsys, tmp_path: Path, monkeypatch):
-    monkeypatch.setenv(CONFIG, str(tmp_path / "binade.toml"))
-    devices = "[devices.mine]\nbandwidth = 3.35e12\n[devices.mine.dense]\nbf16 = 989e12\n"
-    (tmp_path / "binade.toml").write_text(devices + TARGETS)
-    assert settings_of(dry_script(command, capsys, "run", "--target", "gpu"))["partition"] == "a100"
-
-
 def job_of(config: RunConfig, start: SlurmOptions = directory.HERE) -> directory.Job:
     return directory.Job("a_run", "/", "2026-01-01", config=config, start=start)
 

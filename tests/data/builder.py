@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from binade.data.run.columns import Identity, Score, TensorRow
-from binade.data.run.directory import DONE, RunWriter
+from binade.data.run.directory import DONE
+from binade.data.run.run_writer import RunWriter
 from binade.data.run.segment import MANIFEST, table_files, write_segment
 from binade.data.run.store import save, sha256
 from binade.quant.metrics import score

@@ -30,10 +30,12 @@ from hypothesis import strategies as some
 from binade.data.exchange import bundle
 from binade.data.exchange.bundle import BundleError
 from binade.data.index.catalog import Catalog, CatalogError
-from binade.data.run.directory import RUNNING, RunNotes, change_notes, fingerprint, process_start, read_notes
+from binade.data.run.directory import RUNNING, RunNotes, fingerprint
 from binade.data.run.events import Event, EventKind, append_event, read_events
 from binade.data.run.losses import read_losses
+from binade.data.run.run_notes import change_notes, read_notes
 from binade.data.run.segment import MANIFEST, OPTIONAL
+from binade.data.run.store import process_start
 from binade.data.words.filter import Filter
 from tests.data.builder import assorted, make_run, reseal, with_column
 
@@ -107,13 +109,12 @@ def test_another_root_explores_the_same(source: Path, packed: Path, tmp_path: Pa
 
 @pytest.mark.thorough
 def test_a_run_of_an_earlier_version_opens_unchanged_and_travels(tmp_path: Path):
-    """Its table of errors lacks a column that was added since, and has one that is no longer recorded."""
+    """Its table of errors lacks a column that was added since."""
     root = tmp_path / "root"
     run = make_run(root, assorted(0, format="mxfp8"))
     for file in run.directory.glob("segments/*/score.parquet"):
         table = pq.read_table(file)
-        table = table.drop_columns(sorted(OPTIONAL & {*table.column_names}))
-        pq.write_table(table.append_column("loss_first_by_sequence", pa.array([[0.5]] * len(table))), file)
+        pq.write_table(table.drop_columns(sorted(OPTIONAL & {*table.column_names})), file)
     reseal(run.directory)
     with Catalog.open(root) as catalog:
         assert not catalog.refused and len(catalog.table("score").to_pandas())

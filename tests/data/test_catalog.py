@@ -27,7 +27,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from binade.data.index import intake, sketches
+from binade.data.index import cubes, intake, sketches
+from binade.data.index import on_disk as run_on_disk
 from binade.data.index.cache import ResultCache
 from binade.data.index.catalog import GROUPABLE, Catalog, CatalogError, DamagedIndexError
 from binade.data.index.opened import OutdatedError
@@ -217,7 +218,7 @@ class TestSync:
             assert f"{run.run_id}/rank00-000002 " in refused and "occurs twice" in refused
 
     def test_a_settled_run_is_read_once(self, root, monkeypatch):
-        monkeypatch.setattr(intake, "RECENT", 0.0)
+        monkeypatch.setattr(run_on_disk, "RECENT", 0.0)
         read = []
         monkeypatch.setattr(intake, "read_run", lambda directory: read.append(directory.name) or read_run(directory))
         time.sleep(0.01)
@@ -236,7 +237,7 @@ class TestSync:
             agree(catalog, root)
 
     def test_a_crashed_run_is_read_once_and_dropped_when_it_is_deleted(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(intake, "RECENT", 0.0)
+        monkeypatch.setattr(run_on_disk, "RECENT", 0.0)
         read = []
         monkeypatch.setattr(intake, "read_run", lambda directory: read.append(directory.name) or read_run(directory))
         make_run(tmp_path, assorted(1))
@@ -286,7 +287,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory):
     ]
     gone = make_run(root, *steps[:6], label="gone")
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
-        patch.setattr(intake, "TAIL", 40)
+        patch.setattr(cubes, "TAIL", 40)
         summed = stack.enter_context(Catalog.open(root))
         kept = make_run(root, *steps, label="kept")
         summed.sync()
@@ -297,7 +298,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory):
         summed.sync()
         assert summed._rows("SELECT upto FROM cube ORDER BY upto") == [(42 + 84 + 42,)] * 2
         assert summed._rows("SELECT max(key) FROM tensor") == [(42 + 84 + 42 + 6,)]
-        patch.setattr(intake, "TAIL", 1 << 30)
+        patch.setattr(cubes, "TAIL", 1 << 30)
         copy = shutil.copytree(root, root.with_name("copy"), ignore=shutil.ignore_patterns("index.duckdb*"))
         plain = stack.enter_context(Catalog.open(copy))
         assert plain._rows("SELECT sum(upto) FROM cube") == [(0,)]
@@ -335,7 +336,7 @@ class TestCubes:
 
     def test_sums_do_not_grow_with_the_iterations(self, tmp_path, monkeypatch):
         """Ten times the tensors: an answer by place reads as many rows as before."""
-        monkeypatch.setattr(intake, "TAIL", 1)
+        monkeypatch.setattr(cubes, "TAIL", 1)
         monkeypatch.setattr(bench, "LAYERS", 2)
         tables = ("tensor", "score", "place_sketch")
         counts = []
@@ -349,7 +350,7 @@ class TestCubes:
         assert growth[:2] == [10, 10] and growth[2] < 1.2
 
     def test_what_has_nothing_in_common_is_not_stored_twice(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(intake, "TAIL", 1)
+        monkeypatch.setattr(cubes, "TAIL", 1)
         make_run(tmp_path, assorted(1, raw=False))
         with Catalog.open(tmp_path) as catalog:
             assert catalog._rows("SELECT sum(upto) FROM cube") == [(0,)]
@@ -515,7 +516,7 @@ class TestIndexFile:
     def test_a_state_between_two_versions_has_its_own(self, tmp_path, monkeypatch):
         """A large root is indexed in several transactions."""
         make_run(tmp_path, assorted(0))
-        real, seen = intake._sum_up, []
+        real, seen = intake.sum_up, []
         with Catalog.open(tmp_path) as catalog:
             catalog.cache = ResultCache(1 << 20)
 
@@ -524,7 +525,7 @@ class TestIndexFile:
                     seen.append((catalog.version, len(catalog.tensors())))
                 real(cursor, root)
 
-            monkeypatch.setattr(intake, "_sum_up", sum_up)
+            monkeypatch.setattr(intake, "sum_up", sum_up)
             make_run(tmp_path, assorted(1))
             before = catalog.version
             catalog.sync()

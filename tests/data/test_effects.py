@@ -10,9 +10,10 @@ import pytest
 from scipy import stats
 
 from binade.data.index.catalog import Catalog
-from binade.data.run.directory import DONE, RunWriter
+from binade.data.run.directory import DONE
 from binade.data.run.effects import measured_effects, recipe_sha256
 from binade.data.run.experiment import EXPERIMENT, EffectGroup, read_results
+from binade.data.run.run_writer import RunWriter
 from tests.data.experiments import Effect, append_effect
 
 FC1 = EffectGroup("linear", 3, "fc1")

@@ -13,10 +13,9 @@ import duckdb
 import numpy as np
 import pytest
 
-from binade.cli import main
 from binade.data.index.catalog import Catalog
 from binade.data.run import experiment
-from binade.data.run.directory import DONE, RunError, RunWriter, read_run
+from binade.data.run.directory import DONE, RunError
 from binade.data.run.experiment import (
     EXPERIMENT,
     NONE,
@@ -31,12 +30,11 @@ from binade.data.run.experiment import (
     read_results,
     read_routes,
 )
-from binade.data.run.records import RecordKind, append_record
+from binade.data.run.run_writer import RunWriter
 from binade.data.run.verify import verify
 
 KEY = TreatmentKey("mxfp4", "0" * 64, EffectGroup("linear", 3, "fc1"), "weight", False, base=NONE)
 SEQUENCES = 3
-FORMER_EFFECT: RecordKind[object] = RecordKind("effect", "effects.jsonl", object, "effects")
 
 
 def result(key: TreatmentKey, batch: int, routes: bool = False) -> BatchResult:
@@ -157,65 +155,3 @@ def test_a_damaged_file_is_named(run: RunWriter, table: str):
     assert any(path.name in line for line in verify(run.directory.parent).damaged)
     with Catalog.open(run.directory.parent) as catalog:
         assert any("some results" in line and path.name in line for line in catalog.refused)
-
-
-@pytest.mark.parametrize("name", ["effects.jsonl", "parity.json"])
-def test_a_file_of_an_earlier_version_is_named(run: RunWriter, name: str):
-    (run.directory / name).write_text("{}")
-    run.finish(DONE)
-    with pytest.raises(RunError, match=f"its {name} is of an earlier version"):
-        check_experiment(run.directory)
-    with Catalog.open(run.directory.parent) as catalog:
-        assert any(f"its {name} is of an earlier version, and is not read" in line for line in catalog.refused)
-
-
-def test_effects_of_an_earlier_version_are_converted(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """The lines were written by that version; a last line was cut short by a kill."""
-    lines = [
-        {"batch": batch, "format": "mxfp4", "part": "linear", "layer_index": layer, "module": None,
-         "exact": [2.0 + batch, 3.0], "losses": [2.5 + batch + layer, 3.25], "divergences": [0.01, None],
-         "seconds": 0.5, "recipe_sha256": "ab"}
-        for batch in range(2) for layer in (1, 2)
-    ]  # fmt: skip
-    run = RunWriter.create(tmp_path, "measure", {"model": "mine", "kind": "measure", "measures": {"seed": 1}})
-    for line in lines:
-        append_record(run.directory, FORMER_EFFECT, line)
-    with open(run.directory / "effects.jsonl", "ab") as file:
-        file.write(b'{"batch": 0, "for')
-    run.finish(DONE)
-    assert main(["verify", str(tmp_path), "--convert"]) == 0
-    assert f"converted: {run.run_id}" in capsys.readouterr().out
-    assert read_run(run.directory).config["kind"] == EXPERIMENT and not (run.directory / "effects.jsonl").exists()
-    found = {(each.key.group.layer_index, each.batch): each for each in read_results(run.directory)}
-    for line in lines:
-        result, base = found[line["layer_index"], line["batch"]], found[None, line["batch"]]
-        assert [*result.losses] == line["losses"] and [*base.losses] == line["exact"]
-        assert result.kl[0] == 0.01 and math.isnan(result.kl[1]) and result.key.recipe_sha256 == "ab"
-    with Catalog.open(tmp_path) as catalog:
-        assert not catalog.refused and catalog.effects([run.run_id])["sequences"].tolist() == [4, 4]
-    assert main(["verify", str(tmp_path), "--convert"]) == 0 and "converted" not in capsys.readouterr().out
-
-
-def test_lines_of_an_earlier_version_with_several_bases_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """One batch had another number of sequences, which is read; or other losses without rounding, which is refused."""
-    run = RunWriter.create(tmp_path, "measure", {"model": "mine", "kind": "measure", "measures": {"seed": 1}})
-    line = {"batch": 0, "part": "linear", "layer_index": None, "module": None, "seconds": 0.5, "divergences": []}
-    for text, exact in (("mxfp4", [2.0]), ("mxfp8", [2.0, 3.0]), ("nvfp4", [2.5, 3.0])):
-        effect = line | {"format": text, "exact": exact, "losses": [x + 0.5 for x in exact]}
-        append_record(run.directory, FORMER_EFFECT, effect)
-    run.finish(DONE)
-    other = RunWriter.create(tmp_path, "sound", {"model": "other", "kind": "measure"})  # is converted after it
-    append_record(other.directory, FORMER_EFFECT, effect)
-    other.finish(DONE)
-    before = (run.directory / "effects.jsonl").read_bytes()
-    assert main(["verify", str(tmp_path), "--convert"]) == 1
-    said = capsys.readouterr().out
-    assert f"not converted: {run.run_id}: lines of batch 0 of its effects.jsonl have different losses" in said
-    assert f"converted: {other.run_id}" in said.splitlines()
-    assert (run.directory / "effects.jsonl").read_bytes() == before and not (run.directory / EXPERIMENT).exists()
-    (run.directory / "effects.jsonl").write_bytes(b"".join(before.splitlines(keepends=True)[:2]))
-    assert main(["verify", str(tmp_path), "--convert"]) == 0
-    with Catalog.open(tmp_path) as catalog:
-        effects = catalog.effects([run.run_id]).set_index("format")
-    assert not catalog.refused and effects["sequences"].to_dict() == {"mxfp4": 1, "mxfp8": 2}
-    assert effects["change"].tolist() == [0.5, 0.5]

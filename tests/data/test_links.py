@@ -17,21 +17,13 @@ from binade.app.view.view import View
 from binade.data.exchange import bundle
 from binade.data.exchange.bundle import BundleError
 from binade.data.index.catalog import Catalog
-from binade.data.run.directory import (
-    RunError,
-    RunNotes,
-    change_notes,
-    fingerprint,
-    list_runs,
-    read_notes,
-    read_run,
-)
-from binade.data.run.evaluations import read_held_out, read_twins
+from binade.data.run.directory import RunError, RunNotes, fingerprint, list_runs, read_run
 from binade.data.run.events import EVENT as EVENTS
 from binade.data.run.events import Event, EventKind, append_event, read_events
 from binade.data.run.experiment import read_results
 from binade.data.run.losses import LOSS, first_step, read_losses
 from binade.data.run.records import append_record, read_records
+from binade.data.run.run_notes import change_notes, read_notes
 from binade.data.run.store import append_to
 from binade.data.run.verify import verify
 from tests.data.builder import assorted, make_run
@@ -58,8 +50,6 @@ FILES: dict[str, tuple[Callable[[Path], object], ...]] = {
     "notes.json": (read_notes, lambda run: change_notes(run, RunNotes("new"), RunNotes())),
     "loss.jsonl": (read_losses, lambda run: append_record(run, LOSS, {"iteration": 1})),
     "events.jsonl": (read_event_records, lambda run: append_event(run, EVENT)),
-    "twin.jsonl": (read_twins,),
-    "held_out.jsonl": (read_held_out,),
     RESULTS: (read_results,),
     f"{SEGMENT}/manifest.json": (verified,),
     f"{SEGMENT}/tensor.parquet": (verified, fingerprint),
@@ -77,8 +67,6 @@ def run(tmp_path: Path) -> Path:
     append_record(run, LOSS, {"iteration": 0, "loss": 4.0})
     append_event(run, EVENT)
     change_notes(run, RunNotes("a name"), RunNotes())
-    for name in ("twin.jsonl", "held_out.jsonl"):
-        (run / name).write_text("")
     (run / RESULTS).parent.mkdir()
     (run / RESULTS).write_text("")
     return run

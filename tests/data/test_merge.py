@@ -23,7 +23,7 @@ from binade.data.index.intake import Intake
 from binade.data.run import merge
 from binade.data.run.directory import fingerprint, read_run, run_directories
 from binade.data.run.merge import merge_segments
-from binade.data.run.segment import FORMER, MANIFEST, OPTIONAL, TABLES, Replaced, SegmentError, manifest, read_manifest
+from binade.data.run.segment import MANIFEST, OPTIONAL, TABLES, Replaced, SegmentError, manifest, read_manifest
 from binade.data.run.verify import verify
 from tests.conftest import PROJECT
 from tests.data.builder import assorted, make_run
@@ -162,8 +162,6 @@ def test_columns_that_earlier_versions_did_not_have_are_null(root):
         missing = sorted(OPTIONAL & {*table.column_names})
         assert missing and all(table[column].null_count == len(table) for column in missing)
         table = table.drop_columns(missing)
-        if stem == "score":  # which they had
-            table = table.append_column(next(iter(FORMER)), pa.nulls(len(table), next(iter(FORMER.values()))))
         pq.write_table(table, name / f"{stem}.parquet")
     (name / MANIFEST).write_bytes(manifest(written.run_id, name.name, {f: name / f for f in written.files}))
     prints = [fingerprint(run) for run in run_directories(root)]

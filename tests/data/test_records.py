@@ -18,10 +18,11 @@ from binade.data.index import intake
 from binade.data.index.catalog import Catalog
 from binade.data.index.run_table import events_of, losses_of
 from binade.data.index.sandbox import Sandbox
-from binade.data.run.directory import DONE, RunWriter
+from binade.data.run.directory import DONE
 from binade.data.run.events import EVENT, Event, EventKind, append_event, read_events
 from binade.data.run.losses import LOSS, read_losses
 from binade.data.run.records import RecordKind, append_record, read_lines
+from binade.data.run.run_writer import RunWriter
 from binade.data.run.verify import verify
 from tests.data.builder import assorted, make_run
 

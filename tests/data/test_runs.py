@@ -18,22 +18,12 @@ import pytest
 import torch
 
 from binade.data.index.catalog import Catalog
-from binade.data.run.directory import (
-    CRASHED,
-    DONE,
-    FAILED,
-    RUNNING,
-    RunError,
-    RunWriter,
-    list_runs,
-    process_start,
-    read_run,
-    resolve_root,
-    settle,
-)
+from binade.data.run.directory import CRASHED, DONE, FAILED, RUNNING, RunError, list_runs, read_run, resolve_root
 from binade.data.run.losses import LOSS, read_losses
 from binade.data.run.records import read_lines
+from binade.data.run.run_writer import RunWriter, settle
 from binade.data.run.segment import TABLES, segment_names, write_segment
+from binade.data.run.store import process_start
 from binade.quant.summary import summarize
 from tests.collector.forked import forked, kill_at
 from tests.data.builder import CONFIG, assorted, make_run, reseal, row, with_column

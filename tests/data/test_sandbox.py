@@ -18,7 +18,7 @@ import pytest
 
 from binade.data.index.catalog import PUBLIC_TABLES, Catalog
 from binade.data.index.sandbox import QueryError, Sandbox
-from binade.data.run.directory import process_start
+from binade.data.run.store import process_start
 from binade.data.words.filter import Filter
 from tests.conftest import until
 

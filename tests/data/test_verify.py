@@ -16,9 +16,10 @@ import pytest
 
 from binade.data.index import intake
 from binade.data.index.catalog import Catalog
-from binade.data.run.directory import CRASHED, DONE, RUNNING, RunError, RunInfo, RunWriter, read_run
+from binade.data.run.directory import CRASHED, DONE, RUNNING, RunError, RunInfo, read_run
 from binade.data.run.losses import LOSS, read_losses
 from binade.data.run.records import read_lines
+from binade.data.run.run_writer import RunWriter
 from binade.data.run.store import TensorFileError
 from binade.data.run.verify import verify
 from tests.collector.forked import forked, kill_at

@@ -11,7 +11,8 @@ from pathlib import Path
 from binade.collector.jobs import add_runs
 from binade.collector.training.config import RunConfig
 from binade.collector.training.plan import plan
-from binade.data.run.directory import RunNotes, change_notes, list_runs
+from binade.data.run.directory import RunNotes, list_runs
+from binade.data.run.run_notes import change_notes
 from tests.app import roots
 from tests.conftest import PROJECT
 from tests.siege.attack import Attempt, attack, check_sentence

@@ -248,7 +248,7 @@ def linked_queues(attempt: Attempt) -> None:
     assert {path: path.read_bytes() for path in [other, *other.rglob("*")] if path.is_file()} == before
 
 
-RUN_FILES = ["run.json", "status.json", "loss.jsonl", "log.txt", "events.jsonl", "twin.jsonl"]
+RUN_FILES = ["run.json", "status.json", "loss.jsonl", "log.txt", "events.jsonl"]
 
 
 @attack("Every page opens; intact runs are shown, and the damaged one is shown or reported", tries=150, share=3.0)
@@ -266,7 +266,6 @@ def damaged_runs(attempt: Attempt) -> None:
     for other in others:  # a batch is one process: only the first run is this job's
         roots.change_status(other, pid=1 << 22)
     append_event(run, Event(EventKind.TRIGGER, 0, "absmax is 9", started, place="layer1.fc1 input", order=1))
-    shutil.copy(Path(__file__).parents[1] / "data" / "former" / "twin.jsonl", run)
     done = damage(run / name, how, attempt.random)
     attempt.case = f"{name}: {done}"
     found, refused = list_runs(root)

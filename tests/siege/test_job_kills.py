@@ -13,7 +13,8 @@ from binade.cli import main
 from binade.collector import jobs
 from binade.collector.cli.jobs import add_line
 from binade.collector.jobs import directory, processes, queue, runner
-from binade.data.run.directory import RUN_VARIABLE, RunWriter, list_runs, now, read_status
+from binade.data.run.directory import list_runs, now, read_status
+from binade.data.run.run_writer import RUN_VARIABLE, RunWriter
 from tests.app import roots
 from tests.conftest import until
 from tests.siege.files import GONE, LINE

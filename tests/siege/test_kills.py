@@ -24,8 +24,10 @@ from binade.collector.imports.readers.series import Columns
 from binade.data.exchange import bundle
 from binade.data.index.catalog import Catalog
 from binade.data.index.run_table import losses_of
-from binade.data.run.directory import RunNotes, RunWriter, change_notes, delete_run, fingerprint, list_runs, read_notes
+from binade.data.run.directory import RunNotes, delete_run, fingerprint, list_runs
 from binade.data.run.losses import read_losses
+from binade.data.run.run_notes import change_notes, read_notes
+from binade.data.run.run_writer import RunWriter
 from binade.data.run.store import ABANDONED, HOST, locked, staging_directory, sweep, sweep_tree
 from binade.data.run.verify import verify
 from tests.collector.logs_made import read_here

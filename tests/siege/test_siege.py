@@ -18,8 +18,9 @@ from binade.collector.cli.jobs import add_line
 from binade.collector.cli.options import parse
 from binade.collector.jobs import directory, processes, runner, state
 from binade.data.index.catalog import Catalog
-from binade.data.run.directory import DONE, RUN_VARIABLE, RunWriter, list_runs
+from binade.data.run.directory import DONE, list_runs
 from binade.data.run.events import read_events
+from binade.data.run.run_writer import RUN_VARIABLE, RunWriter
 from tests.conftest import start_python, until
 from tests.siege import files, urls
 from tests.siege.attack import ATTACKS, Attempt
@@ -80,13 +81,13 @@ def test_a_text_is_the_value_of_its_option(besiege, text: str):
     besiege("options-of-jobs", ("--dataset", text))
 
 
-@pytest.mark.parametrize("name", ["run.json", "status.json", "loss.jsonl", "events.jsonl", "twin.jsonl"])
+@pytest.mark.parametrize("name", ["run.json", "status.json", "loss.jsonl", "events.jsonl"])
 def test_a_fifo_in_a_run_is_not_waited_for(tmp_path, name: str):
     writer = RunWriter.create(tmp_path, "mine", {})
     (writer.directory / name).unlink(missing_ok=True)
     os.mkfifo(writer.directory / name)
     found, refused = list_runs(tmp_path)
-    if name in ("events.jsonl", "twin.jsonl"):
+    if name == "events.jsonl":
         assert read_events(writer.directory) == []
         writer.finish(DONE)
         with Catalog.open(tmp_path) as catalog:

@@ -24,9 +24,11 @@ from binade.collector.jobs.processes import boot, host
 from binade.collector.recipes.files import to_toml
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import RecipeError
-from binade.data.run.directory import RunNotes, RunWriter, change_notes, list_runs, read_notes, read_run
+from binade.data.run.directory import RunNotes, list_runs, read_run
 from binade.data.run.events import Event, EventKind, append_event, read_events
 from binade.data.run.losses import read_losses
+from binade.data.run.run_notes import change_notes, read_notes
+from binade.data.run.run_writer import RunWriter
 from tests.siege.attack import Attempt, attack
 from tests.siege.files import LINE
 from tests.siege.kills import leftovers

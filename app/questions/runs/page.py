@@ -24,8 +24,9 @@ from binade.app.view.view import Reading, View
 from binade.data.index.catalog import Catalog
 from binade.data.index.run_table import events_of
 from binade.data.run.access import ReadOnlyError, read_only
-from binade.data.run.directory import NotesChangedError, RunError, RunNotes, change_notes, parse_notes
+from binade.data.run.directory import RunError, RunNotes
 from binade.data.run.notes import on_a_grid
+from binade.data.run.run_notes import NotesChangedError, change_notes, parse_notes
 from binade.data.words.text import counted, one_line
 
 MOST_EVENTS = 200  # that are shown

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from binade.collector.capture.adapters import megatron
-from binade.collector.capture.adapters.attention import observed_core
+from binade.collector.capture.adapters.attend import observed_core
 from binade.collector.capture.adapters.boundary import with_weight_gradients
 from binade.collector.capture.adapters.layer import InstrumentError, Layer, Refused, replaces
 from binade.collector.capture.adapters.products import listen_to_result, listened, showing_operands

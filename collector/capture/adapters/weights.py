@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from binade.collector.capture.adapters.attention import product
+from binade.collector.capture.adapters.attend import product
 from binade.collector.capture.adapters.boundary import Boundary, InsideFunction, multiplies_itself
 from binade.collector.capture.adapters.dtensor import is_dtensor, linear_on_parts
 from binade.collector.capture.adapters.layer import (

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from binade.collector.capture.adapters.attention import attend
+from binade.collector.capture.adapters.attend import attend
 from binade.collector.capture.adapters.boundary import Boundary
 from binade.collector.capture.adapters.dtensor import core_on_parts, is_dtensor
 from binade.collector.capture.adapters.first_pass import calling_module

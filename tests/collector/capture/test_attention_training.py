@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from binade.collector import Recorder, instrument
-from binade.collector.capture.adapters.attention import attend
+from binade.collector.capture.adapters.attend import attend
 from binade.collector.models.attention import CoreAttention, CoreBegin
 from binade.collector.models.parallel import Call
 from binade.collector.models.site import Site

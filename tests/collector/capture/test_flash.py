@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from binade.collector import instrument
-from binade.collector.capture.adapters.attention import attend
+from binade.collector.capture.adapters.attend import attend
 from binade.collector.capture.adapters.layer import InstrumentError
 from binade.collector.models.attention import CoreAttention, CoreBegin
 from binade.collector.models.parallel import Call

@@ -20,7 +20,8 @@ from binade.collector.capture.instrument import instrument
 from binade.collector.capture.recorder import Recorder
 from binade.collector.capture.writing import OVERHEAD, Pending, Writing
 from binade.data.run.columns import Identity, TensorRow
-from binade.data.run.directory import RunWriter, read_status
+from binade.data.run.directory import read_status
+from binade.data.run.run_writer import RunWriter
 from binade.data.run.segment import segment_names
 from binade.data.run.tensor_files import load
 from binade.quant.summary import summarize

@@ -17,8 +17,9 @@ from binade.collector.models.registry import MODELS
 from binade.collector.recipes.recipe import OPERANDS, TEN_RECIPES
 from binade.collector.training.config import RunConfig
 from binade.collector.training.plan import plan
-from binade.data.run.directory import RunWriter, list_runs
+from binade.data.run.directory import list_runs
 from binade.data.run.losses import read_losses
+from binade.data.run.run_writer import RunWriter
 from binade.data.run.tensor_kinds import tensor_names
 from binade.quant.formats import FORMATS
 from tests.conftest import PROJECT, ended, run_collector, start_python

@@ -21,8 +21,9 @@ from markdown_it import MarkdownIt
 from binade.app.view.view import View
 from binade.cli import main
 from binade.data.index.catalog import Catalog
-from binade.data.run.directory import CRASHED, DONE, FAILED, RUNNING, RunWriter
+from binade.data.run.directory import CRASHED, DONE, FAILED, RUNNING
 from binade.data.run.rounding_alone import RoundingAlone
+from binade.data.run.run_writer import RunWriter
 from binade.quant import fake_quantize
 from tests.compared import compared, gaps_of
 from tests.compared import printed as text_of

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from binade.collector import Recorder, Watch, coverage, instrument
 from binade.data.compare.difference import TOLERANCE, difference
-from binade.data.run.directory import DONE, RunInfo, RunWriter, list_runs, read_run, write_run_file
+from binade.data.run.directory import DONE, RunInfo, list_runs, read_run, write_run_file
 from binade.data.run.json_files import MARK, sealed
+from binade.data.run.run_writer import RunWriter
 from binade.data.run.segment import write_segment
 from binade.quant import reference
 from binade.quant.reference import outer_absmax
