@@ -79,7 +79,6 @@ class Figure(_Item):
     marked   the value of one of these parameters, if the chart marks it. To click it again, or to double-click a range,
              clears it
     hint     what a click or a drag does
-    by       the field of the filter whose values are the chart's groups, where `style.only` selects a group
     """
 
     name: str
@@ -90,7 +89,6 @@ class Figure(_Item):
     height: int | None = None
     choose: str | None = None
     hint: str = ""
-    by: str = ""
     brush: str = ""
     marked: Any = None
 

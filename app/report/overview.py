@@ -38,9 +38,8 @@ def quick_analysis(opened: Catalog, where: Filter) -> Figure | None:
         table = log2_histogram(found)
         if table.empty:
             return None
-        groups = [d.group for d in found]
         title = "the values of all tensors" if by is None else f"the tensors by {TITLES[by].lower()}"
-        chart = distribution_charts.histogram(table, title, TITLES[by] if by else "values", groups, place="top")
+        chart = distribution_charts.magnitudes(table, TITLES[by] if by else "values", title)
         panels.append(chart.properties(width=520, height=240))
         tables.append(table.assign(by=by or "all"))
     heading = style.title("Quick analysis", where.sentence())

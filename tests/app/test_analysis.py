@@ -11,12 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from scipy import stats
 
 from binade import quant
 from binade.app.questions.shared import distributions, laws
 from binade.app.questions.shared.distributions import Distribution, _shares, distribution_of
 from binade.app.questions.shared.labels import thinned
+from binade.app.questions.shared.quantile_plots import against_law, points_of
 from binade.data.index.catalog import Catalog
 from binade.data.index.run_table import run_labels
 from binade.data.words.filter import Filter
@@ -118,7 +118,7 @@ class TestDistributionOf:
     def test_a_constant_has_no_spread(self, value, count):
         d = distribution_of("x", torch.full((count,), value))
         assert d.std == 0.0 and d.mean == d.low[0]
-        assert laws.qq([d]).empty
+        assert against_law(d, "normal").problem == "all values are equal"
 
 
 class TestQuantiles:
@@ -225,40 +225,15 @@ class TestLog2Histogram:
         found = [distribution_of(name, tensors[name][1]) for name in reversed(NAMES)]
         assert list(distributions.log2_histogram(found)["group"].unique()) == list(reversed(NAMES))
 
-    def test_marks_stay_few(self):
-        wide = torch.exp2(torch.arange(-140.0, 127.0))
-        found = [distribution_of(str(i), wide) for i in range(10)]
-        table = distributions.log2_histogram(found)
-        assert len(table) <= 4000
-        assert (table["high"] - table["low"]).round(9).eq(1).all()
-
 
 class TestQuantileQuantile:
-    @pytest.mark.parametrize("name", NAMES)
-    def test_is_scipys_probability_plot(self, tensors, name):
-        """At probplot's ranks, (i - 1/2) / n, the curve has the sorted values."""
-        values = np.sort(flat(tensors[name][1]))[::7]  # not all distinct ranks, but real ones
-        x = torch.from_numpy(values.astype(np.float32))
-        d = distribution_of(name, x)
-        n = values.size
-        table = laws.qq([d])
-        mean, std = values.mean(), values.std()
-        ranks = np.clip(np.ceil(stats.norm.cdf(table["theoretical"]) * n).astype(int), 1, n)
-        close = (
-            np.abs(stats.norm.cdf(table["theoretical"]) * n - np.round(stats.norm.cdf(table["theoretical"]) * n)) < 1e-6
-        )
-        wanted = (values[ranks - 1] - mean) / std
-        np.testing.assert_allclose(table["sample"][~close], wanted[~close], rtol=1e-6, atol=1e-9)
-        assert table["theoretical"].iloc[-1] == pytest.approx(stats.norm.ppf(1 - 0.5 / n))
-        assert table["sample"].iloc[0] == pytest.approx((values[0] - mean) / std)
-        assert table["sample"].iloc[-1] == pytest.approx((values[-1] - mean) / std)
-
     @pytest.mark.parametrize("name", NAMES)
     def test_from_the_sketch_is_within_a_bin(self, catalog, tensors, name):
         tensor_id, x = tensors[name]
         d, exact = sketched(catalog, tensor_id), distribution_of(name, x)
-        a, b = laws.qq([d]), laws.qq([exact])
-        value = np.abs(b["sample"] * exact.std + exact.mean)
+        a, b = (points_of([against_law(one, "normal")]) for one in (d, exact))
+        values = laws.nonzero(exact)
+        value = np.abs(b["sample"] * values.std + values.mean)
         bound = (BIN / (1 - BIN) * value + SMALLEST) / exact.std + 1e-6
         assert (np.abs(a["sample"] - b["sample"]) <= bound).all()
 
@@ -326,7 +301,6 @@ class TestDistributions:
             for table in (
                 distributions.linear_histogram(group),
                 distributions.log2_histogram(group),
-                laws.qq(group),
                 distributions.boxes(group),
                 distributions.boxes([distributions.magnitudes(d) for d in group]),
             ):
