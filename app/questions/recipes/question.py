@@ -22,7 +22,6 @@ from binade.app.questions.shared.labels import thinned, thinned_note
 from binade.app.questions.shared.runs import every_run, references_of, run_looks, run_titles, some_runs
 from binade.app.questions.shared.scope import Scope
 from binade.app.questions.shared.selection import Selection
-from binade.app.questions.shared.unscaled import with_scale
 from binade.app.view.params import One, Whole
 from binade.collector.recipes.ladder import ladders
 from binade.data.compare import comparison, evidence, loss_gaps
@@ -50,7 +49,7 @@ from binade.data.words.fields import Field
 from binade.data.words.filter import Filter
 from binade.data.words.names import name_of, product_name
 from binade.data.words.text import counted
-from binade.quant.formats import BF16, FORMATS
+from binade.quant.formats import BF16
 
 NOTE = (
     "Runs are compared with the bf16 run of the same model, data, seed and warm-up, iteration by iteration. "
@@ -328,10 +327,6 @@ def gradients(
         evidence.extreme(cosine, label, lowest=True),
         evidence.each_of([item for item in squared if item[0] in lowest], "Relative squared error"),
     )
-    worst = by_run.sort_values("cosine").iloc[0]
-    unscaled = [name for name in FORMATS if with_scale(name)]
-    if runs.loc[runs["label"] == worst["group"], list(PARTS)].isin(unscaled).any(axis=None):
-        verdict = evidence.together(verdict, _with_scale(str(worst["group"]), cosine, runs))
     what = f"{len(together):,} pairs of {name} tensors, iteration {at}, exact"
     caption = (
         f"{source(where, what)}\nCosine: {MEASURES['cosine'].definition}, where x is bf16’s gradient of the same "
@@ -402,17 +397,6 @@ def _of_runs(by_run: pd.DataFrame, name: str) -> list[evidence.Named]:
     ends = {name: "value", f"{name}_low": "low", f"{name}_high": "high"}
     rows = by_run[["group", "tensors", *ends]].rename(columns=ends).dropna(subset=["value"]).to_dict("records")
     return [(str(row["group"]), evidence.spread(MEASURES[name], row)) for row in rows]
-
-
-def _with_scale(worst: str, cosine: list[evidence.Named], runs: pd.DataFrame) -> evidence.Sentence:
-    """What the gradients of the hifp8_scaled run show, if there is one."""
-    scaled = set(runs.loc[runs["recipe"] == "hifp8_scaled", "label"])
-    counterpart = next((named for named in cosine if named[0] in scaled), None)
-    if counterpart is None:
-        text = "{worst} rounds to HiFloat8 without a scale: to see it with one, collect the recipe hifp8_scaled."
-        return evidence.say(text, worst=worst)
-    text = "{worst} rounds to HiFloat8 without a scale; with one, {scaled} has a cosine of {cosine}."
-    return evidence.say(text, worst=worst, scaled=counterpart[0], cosine=counterpart[1])
 
 
 def rounds_to_e5m2(runs: pd.DataFrame) -> bool:
