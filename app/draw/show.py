@@ -265,7 +265,7 @@ def displayed(
                     kind, options = st.column_config.ProgressColumn, {"min_value": 0.0, "max_value": most}
         help = column.help or (measure.definition or None if measure else None)
         bar = kind is st.column_config.ProgressColumn
-        width = column.width or fitting_width(title, _texts(values, formats.get(name)), bar)
+        width = fitting_width(title, _texts(values, formats.get(name)), bar)
         shown[name], config[name] = values, kind(title, width=width, help=help, **options)
     return pd.DataFrame(shown, index=frame.index), config, formats
 

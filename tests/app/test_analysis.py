@@ -225,6 +225,13 @@ class TestLog2Histogram:
         found = [distribution_of(name, tensors[name][1]) for name in reversed(NAMES)]
         assert list(distributions.log2_histogram(found)["group"].unique()) == list(reversed(NAMES))
 
+    def test_marks_stay_few(self):
+        wide = torch.exp2(torch.arange(-140.0, 127.0))
+        found = [distribution_of(str(i), wide) for i in range(10)]
+        table = distributions.log2_histogram(found)
+        assert len(table) <= 4000
+        assert (table["high"] - table["low"])[table["share"] > 0].round(9).eq(1).all()
+
 
 class TestQuantileQuantile:
     @pytest.mark.parametrize("name", NAMES)

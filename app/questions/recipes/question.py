@@ -17,7 +17,7 @@ from binade.app.draw.figure import Column, Drawn, Figure, Item, Table, Text, sou
 from binade.app.draw.style import MEASURES
 from binade.app.questions.question import Question
 from binade.app.questions.recipes import charts
-from binade.app.questions.shared.event_marks import with_events
+from binade.app.questions.shared.event_marks import marked, marked_events
 from binade.app.questions.shared.labels import thinned, thinned_note
 from binade.app.questions.shared.runs import every_run, references_of, run_looks, run_titles, some_runs
 from binade.app.questions.shared.scope import Scope
@@ -243,7 +243,9 @@ def cost(opened: Catalog, where: Filter, table: pd.DataFrame, base: str = BF16) 
     note = ONE_SEED if any(recipe.gap.n == 1 for recipe in recipes) else ""
     figures = [Figure("costs", chart, bars, caption, note=note, height=height, group="cost")]
     if not compared.gaps.empty:
-        figures.append(_gaps_figure(compared, drawn, looks, base, caption, height))
+        figure = _gaps_figure(compared, drawn, looks, base, caption, height)
+        events = marked_events(opened, {recipe.label: recipe.run_id for recipe in drawn})
+        figures.append(replace(figure, chart=marked(figure.chart, events, figure.table["iteration"])))
     every = with_effects(opened, compared)
     missing = [Text(compared.unknown)] if compared.unknown else []
     items: tuple[Item, ...] = (*figures, Table("recipes", every, _known(every)), *missing)
@@ -251,8 +253,7 @@ def cost(opened: Catalog, where: Filter, table: pd.DataFrame, base: str = BF16) 
     measured = measured_sentence(opened, compared) if base == BF16 else ""
     runs = table[table["run_id"].isin([run for recipe in recipes for run in recipe.runs])]
     used = used_by(opened, runs, ((len(recipes), "recipe"),))
-    answer = Drawn(items, evidence.together(compared.verdict, measured, caveat), left_out(table), used)
-    return with_events(answer, opened, Filter(run_id=tuple(recipe.run_id for recipe in drawn)))
+    return Drawn(items, evidence.together(compared.verdict, measured, caveat), left_out(table), used)
 
 
 def _gaps_figure(

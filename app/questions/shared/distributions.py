@@ -250,12 +250,15 @@ def magnitude_bins(d: Distribution) -> tuple[int, np.ndarray]:
 def log2_histogram(distributions: list[Distribution]) -> pd.DataFrame:
     """Shares of values by log₂ of their magnitude: columns group, low (log₂), share (of all values, per binade), high,
     count, with a last row of each group, at which its line ends. Zeros have no logarithm and are left out."""
+    found = [(d, first, shares) for d in distributions for first, shares in [magnitude_bins(d)] if len(shares)]
+    ends = [end for _, first, shares in found for end in (first, first + len(shares))] or [0]
     tables = []
-    for d in distributions:
-        first, shares = magnitude_bins(d)
-        if not len(shares):
-            continue
+    for d, first, shares in found:
         low = edge(np.arange(first, first + len(shares) + 1))
+        if max(ends) - min(ends) > 2 * HALVES:
+            padded = np.concatenate([[0.0] * (first % 2), shares, [0.0] * ((first + len(shares)) % 2)])
+            shares = padded.reshape(-1, 2) @ np.array([HALF, 1 - HALF])
+            low = first // 2 + np.arange(len(shares) + 1.0)
         width = np.diff(low, append=low[-1])
         table = pd.DataFrame({"group": d.group, "low": low, "share": np.append(shares, 0.0), "high": low + width})
         tables.append(table.assign(count=table["share"] * width * d.total))
