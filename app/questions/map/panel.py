@@ -111,7 +111,9 @@ def _values(
 
 
 def _from_sketch(opened: Catalog, row: pd.Series, spec: Spec) -> tuple[dict[str, Any] | None, str]:
-    (whole,) = distributions(opened, Filter(), None, [str(row["tensor_id"])])
+    whole = next(iter(distributions(opened, Filter(), None, [str(row["tensor_id"])])), None)
+    if whole is None:
+        return None, "No histogram: this tensor has neither values nor a sketch."
     nonzero = magnitudes(whole)
     table = bars(*half_binades(nonzero.low, nonzero.high, nonzero.count), total=whole.total)
     return _histogram(spec, table, "all values, from the sketch")

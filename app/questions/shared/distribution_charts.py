@@ -68,7 +68,7 @@ def explained(subtitle: str | list[str], table: pd.DataFrame) -> str | list[str]
     if not (table["share"] > 1).any():
         return subtitle
     dense = "shares per binade are densities: they exceed 100% where values crowd into part of a binade"
-    return [*([subtitle] if isinstance(subtitle, str) else subtitle), dense]
+    return [*filter(None, [subtitle] if isinstance(subtitle, str) else subtitle), dense]
 
 
 def qq(
