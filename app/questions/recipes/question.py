@@ -239,7 +239,7 @@ def cost(opened: Catalog, where: Filter, table: pd.DataFrame, base: str = BF16) 
     looks = {recipe.label: look[recipe.runs[0]] for recipe in recipes}
     configs = opened.runs().set_index("run_id")["config"]
     chart = charts.costs(bars, "mean over the iterations that both have, and seeds", looks, base)
-    height = charts.costs_height(bars)
+    height = 130 + 28 * len(bars)
     note = ONE_SEED if any(recipe.gap.n == 1 for recipe in recipes) else ""
     figures = [Figure("costs", chart, bars, caption, note=note, height=height, group="cost")]
     if not compared.gaps.empty:
@@ -335,7 +335,7 @@ def gradients(
         "tensors: the median."
     )
     subtitle = f"{label_of(name)} · iteration {at} · {len(together):,} pairs"
-    height = charts.agreement_height(summary)
+    height = 130 + 24 * summary["place"].nunique() + style.legend_height(style.groups_of(summary))
     looks = run_looks(table)
     figures = []
     for column in COMPARED:
@@ -381,7 +381,7 @@ def ladder(
         f"iteration, mean over the iterations, in nats per token.\n{JUDGED}"
     )
     chart = charts.ladder(rungs, answer.seeds, chosen.name)
-    figure = Figure("ladder", chart, rungs, caption, note=JUDGED, height=charts.ladder_height(rungs))
+    figure = Figure("ladder", chart, rungs, caption, note=JUDGED, height=180 + 34 * len(rungs))
     shown = Table("ladder", rungs, columns)
     used = used_by(opened, runs, ((len(rungs), "rung"),))
     return Drawn((figure, shown, *map(Text, answer.notes)), answer.verdict, answer.problems, used)
