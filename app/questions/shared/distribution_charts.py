@@ -83,19 +83,21 @@ def qq(
     """A Q–Q plot with its line of equal quantiles, cut off at LIMIT. table: group, theoretical, sample, share; beyond:
     (group, values above, values below). fitted: the axes end where these points do, if that is before LIMIT."""
     y_title = "quantile of the values" if title else None
-    end, top, axis_y = 5.0, LIMIT, {"values": [*range(-12, 13, 4)], "labelOverlap": False}
+    ticks: plot.Look = {"values": [*range(-12, 13, 4)], "labelOverlap": False}
+    end, top, domain = 5.0, LIMIT, dict[str, Any]()
     if fitted:
-        end = float(table["theoretical"].abs().max())
-        top, axis_y = min(LIMIT, 1.05 * max(end, float(table["sample"].abs().max()))), {"tickCount": 7}
+        end = min(LIMIT, float(table["theoretical"].abs().max()))
+        top = min(LIMIT, 1.05 * max(end, float(table["sample"].abs().max())))
+        ticks, domain = {"tickCount": 7}, {"domain": [-end, end]}
     points = plot.mark(
         "point", table, size=16, opacity=0.8, clip=True,
         tips={"group": "group", "theoretical": ("expected", ".4~g"), "sample": ("value", ".4~g"),
               "share": ("values below", ".4~%")},
-        x=plot.x("theoretical", axis, {"tickCount": 7}, nice=False, zero=False),
-        y=plot.y("sample", y_title, axis_y, domain=[-top, top], nice=False),
+        x=plot.x("theoretical", axis, {"tickCount": 7}, nice=False, zero=False, **domain),
+        y=plot.y("sample", y_title, ticks, domain=[-top, top], nice=False),
         **{name: value for name, value in look.items() if name != "strokeDash"},
     )  # fmt: skip
-    line = plot.diagonal(-end, end, **EQUAL, clip=True, y=plot.y("y", y_title, axis_y))
+    line = plot.diagonal(-end, end, **EQUAL, clip=True, y=plot.y("y", y_title, ticks))
     return plot.layers(title, subtitle, line, points, *_beyond(beyond))
 
 
