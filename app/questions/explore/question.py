@@ -322,6 +322,7 @@ def figures_of(board: Board, values: Mapping[str, Any], drawn: Drawing) -> list[
     plots = [curve.quantiles for curve in drawn.curves]
     if len(points := points_of(plots)):
         beyond = [(each.group, each.above, each.below) for each in plots]
+        look = looks_of(names, drawn.by_name, drawn.looks, line=False)
         chart = qq(points, f"Q–Q against {drawn.law}", f"{drawn.law}; zeros left out", beyond, **look)
         figures.append(Figure("qq", chart, points, of_both, height=height, group="lie"))
     return figures

@@ -26,10 +26,10 @@ BOX_TITLES = {
 }
 
 
-def looks_of(groups: list[str], by: str, own: style.Looks | None = None) -> plot.Look:
-    """The channels of groups, with a legend above the plot."""
+def looks_of(groups: list[str], by: str, own: style.Looks | None = None, line: bool = True) -> plot.Look:
+    """The channels of groups, with a legend above the plot, of lines or of points."""
     return {
-        "color": style.color(groups, by, line=True, own=own, place="top"),
+        "color": style.color(groups, by, line=line, own=own, place="top"),
         "strokeDash": style.dash(groups, by, "top", own),
     }
 

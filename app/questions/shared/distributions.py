@@ -211,7 +211,8 @@ def _shares(d: Distribution, edges: np.ndarray) -> np.ndarray:
 # Where a binade is divided: a bin of a sketch ends there, so that counts of raw values are exact.
 STEPS = 0.0, math.log2(1.5)
 HALF = STEPS[1]
-HALVES = 40  # binades of which a histogram shows halves; of more, whole ones
+HALVES = 40  # binades of which the panel of the Map shows halves; of more, whole ones
+MOST_BINS = 4000  # of all groups of a histogram in halves of binades; else it has whole ones
 
 
 def edge(index: np.ndarray) -> np.ndarray:
@@ -249,13 +250,14 @@ def magnitude_bins(d: Distribution) -> tuple[int, np.ndarray]:
 
 def log2_histogram(distributions: list[Distribution]) -> pd.DataFrame:
     """Shares of values by log₂ of their magnitude: columns group, low (log₂), share (of all values, per binade), high,
-    count, with a last row of each group, at which its line ends. Zeros have no logarithm and are left out."""
+    count, with a last row of each group, at which its line ends. Bins are halves of binades, if these are not too many.
+    Zeros have no logarithm and are left out."""
     found = [(d, first, shares) for d in distributions for first, shares in [magnitude_bins(d)] if len(shares)]
-    ends = [end for _, first, shares in found for end in (first, first + len(shares))] or [0]
+    whole = sum(len(shares) for _, _, shares in found) > MOST_BINS
     tables = []
     for d, first, shares in found:
         low = edge(np.arange(first, first + len(shares) + 1))
-        if max(ends) - min(ends) > 2 * HALVES:
+        if whole:
             padded = np.concatenate([[0.0] * (first % 2), shares, [0.0] * ((first + len(shares)) % 2)])
             shares = padded.reshape(-1, 2) @ np.array([HALF, 1 - HALF])
             low = first // 2 + np.arange(len(shares) + 1.0)
