@@ -119,3 +119,11 @@ def component(name: str, css: str = "") -> Callable[..., Any]:
     return st.components.v2.component(
         f"binade_{name}", html=html, css=css or None, js=script, isolate_styles=False
     )  # fmt: skip
+
+
+@st.cache_resource
+def inline(name: str, files: str) -> Callable[..., Any]:
+    """A component whose root is an element of this class, with the script and the styles of the app's files of this
+    name, which it gets with the page."""
+    html, css, js = f'<div class="{name}"></div>', text_of(f"{files}.css"), text_of(f"{files}.js")
+    return st.components.v2.component(f"binade_{name}", html=html, css=css, js=js)

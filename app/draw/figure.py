@@ -79,7 +79,6 @@ class Figure(_Item):
     marked   the value of one of these parameters, if the chart marks it. To click it again, or to double-click a range,
              clears it
     hint     what a click or a drag does
-    by       the field of the filter whose values are the chart's groups, where `style.only` selects a group
     """
 
     name: str
@@ -90,7 +89,6 @@ class Figure(_Item):
     height: int | None = None
     choose: str | None = None
     hint: str = ""
-    by: str = ""
     brush: str = ""
     marked: Any = None
 
@@ -190,7 +188,6 @@ class Column:
     title, help  by default those of the field
     format       of its numbers, as in `Field` of data.words.fields; by default that of the field, else whole numbers or
                  three significant digits
-    width        pixels; by default as wide as its texts
     text         a function of a row that returns the text of its cell, if it is not the value
     bar          whether a bar from 0 to the largest value of the column is drawn behind a number
     field        what the values are: shares are shown in percent; by default the measure of the column's name
@@ -198,7 +195,6 @@ class Column:
 
     title: str = ""
     format: str = ""
-    width: int | None = None
     help: str | None = None
     text: Callable[[pd.Series], str] | None = None
     bar: bool = False

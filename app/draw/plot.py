@@ -292,19 +292,6 @@ def layers(
     return result
 
 
-def along_x(chart: Chart, field: str) -> tuple[str, list[Any]]:
-    """The x of those parts of a chart that have this field as their x, and the values that they draw; ("", []) if none
-    has."""
-    shorthand, values = "", []
-    for part in chart.layer if isinstance(chart, alt.LayerChart) else [chart]:
-        place = str(getattr(getattr(getattr(part, "encoding", None), "x", None), "shorthand", ""))
-        if place.partition(":")[0] == field:
-            shorthand = shorthand or place
-            table: Any = chart.data if part.data is alt.Undefined else part.data
-            values += list(table[field])
-    return shorthand, values
-
-
 def pointer(lines: alt.Chart, groups: list[str], field: str) -> list[alt.Chart]:
     """What the pointer shows in a chart of lines by iteration: a rule at the nearest iteration, whose tooltip has every
     group's value of the field, and a point on each line."""

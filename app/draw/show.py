@@ -38,7 +38,6 @@ GESTURES = {  # by the selections that a chart has
     DRAGGED: "Drag: select a range",
     CLEARED: "Double-click the range: clear it",
     ONLY: "Shift-click: filter to this",
-    "brush": "Drag: count the values in a range",
     "zoom": "Ctrl-scroll: zoom, Alt-drag: move, double-click: reset",
 }
 
@@ -78,7 +77,7 @@ def draw(
     name, choose = figure.name, figure.choose
     on_page = figure.on_page
     heard = {CHOSEN: choose, DRAGGED: on_brush, CLEARED: on_brush}
-    modes = [mode for mode in on_page.selections if heard.get(mode) or (mode.startswith(ONLY) and pin)]
+    modes = [mode for mode in on_page.selections if heard.get(mode) or (mode == ONLY and pin)]
     data = {
         "spec": on_page.spec,
         "tables": on_page.tables,
@@ -171,8 +170,8 @@ def _hear(
     """Narrow the filter to a mark that was Shift-clicked, or report a mark that was clicked without Shift or a range
     that was dragged over."""
     name, values = selected["name"], selected["selected"]
-    if name.startswith(ONLY):
-        only(catalog(), {figure.by if field == "group" else field: value for field, value in values[0].items()})
+    if name == ONLY:
+        only(catalog(), values[0])
     elif on_choose and (value := _picked(selected, figure.choose)) is not None:
         on_choose(None if value == figure.marked else value)
     elif on_brush and name == CLEARED:
@@ -266,7 +265,7 @@ def displayed(
                     kind, options = st.column_config.ProgressColumn, {"min_value": 0.0, "max_value": most}
         help = column.help or (measure.definition or None if measure else None)
         bar = kind is st.column_config.ProgressColumn
-        width = column.width or fitting_width(title, _texts(values, formats.get(name)), bar)
+        width = fitting_width(title, _texts(values, formats.get(name)), bar)
         shown[name], config[name] = values, kind(title, width=width, help=help, **options)
     return pd.DataFrame(shown, index=frame.index), config, formats
 

@@ -169,9 +169,7 @@ DOT = 60  # square pixels of a point in a legend
 LEGEND_WIDTH = 310  # pixels that every chart has for a legend above it, even on a phone
 LEGEND_LABEL = 380  # pixels of the longest label of a legend
 BESIDE = 18  # characters of the longest label of a legend next to the lines; with longer labels, it is above them
-WITHIN = 6  # groups of a legend in a corner of the plot
-NARROWEST = 320, 180  # pixels of the plot of a chart that is next to another
-Place = Literal["right", "corner", "top"]  # of a legend: next to the plot, in its upper left corner, or above it
+Place = Literal["right", "top"]  # of a legend: next to the plot, or above it
 WIDEST = 8  # pixels of a letter of a long name
 DIRECT = 8  # lines that are labelled at their ends
 EARLY = 0.95  # of the width: a line that ends before has its name at its own end
@@ -193,35 +191,16 @@ def columns(groups: list[str]) -> int:
     return max(1, min(len(groups), LEGEND_WIDTH // (56 + 7 * max(len(group) for group in groups))))
 
 
-def legend_height(groups: list[str]) -> int:
+def legend_height(groups: list[str], place: Place = "right") -> int:
     """The height in pixels that a chart's legend needs: 0 if it is next to the lines, and for a single group, which has
     no legend."""
-    if len(groups) < 2 or _orient(groups, "corner") != "top":
+    if len(groups) < 2 or _orient(groups, place) != "top":
         return 0
     return 22 * math.ceil(len(groups) / columns(groups))
 
 
-def _orient(groups: list[str], place: Place) -> Literal["top", "right", "top-left"]:
-    if max(len(group) for group in groups) > BESIDE or (place == "corner" and len(groups) > WITHIN):
-        return "top"
-    return "top-left" if place == "corner" else place
-
-
-def _within(groups: list[str]) -> int:
-    """The width in pixels of a legend in a corner of the plot."""
-    return 50 + 8 * max(len(group) for group in groups)
-
-
-def free_place(x: np.ndarray, y: np.ndarray, groups: list[str]) -> Place:
-    """The upper left corner if a legend there hides none of these points, else above the plot."""
-    width, height = NARROWEST
-    known = np.isfinite(x) & np.isfinite(y)
-    x, y = x[known], y[known]
-    if not len(x):
-        return "corner"
-    right = x.min() + (x.max() - x.min()) * _within(groups) / width
-    bottom = y.max() - (y.max() - y.min()) * (24 + 16 * len(groups)) / height
-    return "top" if ((x < right) & (y > bottom)).any() else "corner"
+def _orient(groups: list[str], place: Place) -> Place:
+    return "top" if max(len(group) for group in groups) > BESIDE else place
 
 
 def legend(groups: list[str], title: str, line: bool = False, place: Place = "right") -> alt.Legend | None:
@@ -234,7 +213,7 @@ def legend(groups: list[str], title: str, line: bool = False, place: Place = "ri
         title=None if above else title,
         orient=orient,
         columns=columns(groups) if above else 1,
-        offset={"top": 2, "right": 10, "top-left": 4}[orient],
+        offset={"top": 2, "right": 10}[orient],
         labelLimit=LEGEND_LABEL,
         labelExpr=shortened(LEGEND_LABEL),
         rowPadding=1,
@@ -283,11 +262,10 @@ def clear(field: str) -> alt.Parameter:
     return alt.selection_point(name=CLEARED, fields=[field], on="dblclick", toggle=False, clear=False)
 
 
-def only(*fields: str, chart: str = "") -> alt.Parameter:
-    """Make marks Shift-clickable: the selection ONLY holds their fields, to which the filter is then set. They are
-    fields of the filter, or "group", see `Figure.by`. chart: its name among those it may be concatenated with."""
+def only(*fields: str) -> alt.Parameter:
+    """Make marks Shift-clickable: the selection ONLY holds their fields, to which the filter is then set."""
     return alt.selection_point(
-        name=ONLY + chart, fields=list(fields), on="click[event.shiftKey]", toggle=False, clear=False, empty=True
+        name=ONLY, fields=list(fields), on="click[event.shiftKey]", toggle=False, clear=False, empty=True
     )
 
 
@@ -365,56 +343,6 @@ def zoom(name: str) -> alt.Parameter:
         translate=DRAG.format("[event.altKey]"),
         zoom="wheel![event.ctrlKey]",
     )
-
-
-def brushed(
-    chart: alt.Chart,
-    groups: list[str],
-    x: str,
-    inside: str,
-    title: alt.TitleParams,
-    place: Place,
-    share: str = "datum.share",
-) -> alt.LayerChart:
-    """The chart of groups, whose legend stands at `place`, with interaction: drag over a range of x to see how many of
-    each group's values lie in it, zoom with a pinch or Ctrl and the wheel, pan with Alt, Shift-click as in `only`.
-
-    The chart's data have the columns group, count and share. As Vega's expressions, inside: the part of a row that lies
-    in `at`, share: of the group's values that are the row's.
-    """
-    name = f"_{zlib.crc32(f'{title.text} {title.subtitle}'.encode()):08x}"
-    at = f"brush{name}.{x}"
-    brush = alt.selection_interval(
-        name=f"brush{name}",
-        encodings=["x"],
-        on=DRAG.format("[!event.shiftKey][!event.altKey]"),
-        translate=DRAG.format("[!event.shiftKey][!event.altKey]"),
-        zoom=False,
-        empty=False,
-    )
-    corner = len(groups) > 1 and _orient(groups, place) == "top-left"
-    named = " + '  ' + datum.group" if len(groups) > 1 else " + ' values'"
-    right = _within(groups) if corner else 8  # of a legend
-    chart = chart.copy()
-    chart.data = chart.data.assign(nth=chart.data["group"].map({group: nth for nth, group in enumerate(groups)}))
-    shown = alt.Chart(chart.data).transform_filter(f"isDefined({at})")
-    counts = (
-        shown.transform_calculate(part=inside.replace("at[", f"{at}["))
-        # New fields, since a formula that overwrites its own input would be wrong when the range moves.
-        .transform_calculate(shared=f"datum.part * {share}", counted="datum.part * datum.count")
-        .transform_aggregate(shared="sum(shared)", counted="sum(counted)", groupby=["group", "nth"])
-        .transform_calculate(
-            row="12 + 16 * datum.nth",
-            text=f"format(datum.shared, '.3~p') + '  ' + format(datum.counted, ',.0f'){named}",
-        )
-        .mark_text(align="left", fontSize=12, fontWeight=600)
-        .encode(
-            x=as_channel("x", {"value": right}), y=alt.Y("row:Q", scale=None, axis=None), text=alt.Text("text:N"),
-            color=chart.encoding.color,
-        )
-    )  # fmt: skip
-    drawn = chart.add_params(brush, zoom(name), only("group", chart=name))
-    return alt.LayerChart(layer=[drawn, counts], title=title)
 
 
 def title(text: str, subtitle: str | list[str]) -> alt.TitleParams:

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import streamlit as st
 
+from binade.app.draw.components import inline
 from binade.app.frame import address, palette
 from binade.app.frame.state import catalog
 from binade.app.view.view import View
-
-
-@st.cache_resource
-def _component() -> Callable[..., Any]:
-    css, js = (Path(__file__).with_name(f"palette.{end}").read_text(encoding="utf-8") for end in ("css", "js"))
-    return st.components.v2.component("binade_palette", html='<div class="palette"></div>', css=css, js=js)
 
 
 @st.fragment
@@ -30,7 +21,7 @@ def show() -> None:
         "entries": [[entry.kind, entry.title, entry.detail] for entry in entries],
         "keys": list(palette.KEYS.items()),
     }
-    result = _component()(
+    result = inline("palette", "frame/palette")(
         key="palette", data=data, on_text_change=lambda: None, on_chosen_change=lambda: None,
         on_pressed_change=lambda: None, width=290,
     )  # fmt: skip

@@ -82,24 +82,7 @@ def install(gone: Callable[[], object]) -> None:
 
     _keep_ends()
 
-    store = MemorySessionStorage.save
-
-    def store_for_a_time(self: MemorySessionStorage, session_info: SessionInfo) -> None:
-        def expire() -> None:
-            removed = self._cache.expire()  # type: ignore[attr-defined]
-            for _, info in removed:
-                info.session.shutdown()
-                info.session.session_state.clear()
-                info.session.session_state._new_widget_state.widget_metadata.clear()
-                info.session._fragment_storage.clear()
-            if removed:
-                gone()
-
-        store(self, session_info)
-        session_info.session._event_loop.call_later(self._cache.ttl + 1, expire)  # type: ignore[attr-defined]
-
-    MemorySessionStorage.save = store_for_a_time  # type: ignore[method-assign]
-
+    _end_expired(gone)
     _leave_out_unreadable()
 
     remove = SessionState._remove_stale_widgets
@@ -134,6 +117,27 @@ def _keep_ends() -> None:
                 message.script_finished = status
 
     ForwardMsgQueue.clear = clear_and_keep_ends  # type: ignore[method-assign]
+
+
+def _end_expired(gone: Callable[[], object]) -> None:
+    """Let a session whose browser does not come back end when its time is over. gone: called after it."""
+    store = MemorySessionStorage.save
+
+    def store_for_a_time(self: MemorySessionStorage, session_info: SessionInfo) -> None:
+        def expire() -> None:
+            removed = self._cache.expire()  # type: ignore[attr-defined]
+            for _, info in removed:
+                info.session.shutdown()
+                info.session.session_state.clear()
+                info.session.session_state._new_widget_state.widget_metadata.clear()
+                info.session._fragment_storage.clear()
+            if removed:
+                gone()
+
+        store(self, session_info)
+        session_info.session._event_loop.call_later(self._cache.ttl + 1, expire)  # type: ignore[attr-defined]
+
+    MemorySessionStorage.save = store_for_a_time  # type: ignore[method-assign]
 
 
 def _leave_out_unreadable() -> None:

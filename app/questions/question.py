@@ -19,7 +19,7 @@ Beyond = Callable[[Catalog, Filter, Collection[str]], Iterable[str]]
 
 AS_OPERAND: dict[str, Callable[[Catalog], Param]] = {"gemm": lambda opened: Known(lambda name: name in GEMMS)}
 """The parameter of a question on what rounding does to a tensor: the GEMM that takes it, by default its own."""
-SCOPE_OF = {Of.SELECTION: (), Of.BOARD: ("format",), Of.TENSOR: ("format",)}
+SCOPE_OF: dict[Of, tuple[str, ...]] = {Of.SELECTION: (), Of.BOARD: ("format",), Of.TENSOR: ("format",)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,6 @@ class Question:
     controls     the parameters of its own, and the widgets that set them
     narrow       the controls above the answer where they depend on what is selected and on the values; by default all
                  that are not inline
-    ignores      parameters of the scope that the answer does not depend on
     scoped       the parameters of the scope that the answer depends on, if not those that `of` implies
     takes        further parameters without a control: by name, a function of the catalog that returns the parameter
     defaults     of parameters that depend on the others: by name, a function of the catalog and the values
@@ -78,7 +77,6 @@ class Question:
     of: Of = Of.SELECTION
     controls: tuple[Control, ...] = ()
     narrow: Callable[[Any, dict[str, Any]], Iterable[Control]] | None = None
-    ignores: frozenset[str] = frozenset()
     scoped: tuple[str, ...] = ()
     takes: dict[str, Callable[[Catalog], Param]] = field(default_factory=dict)
     defaults: dict[str, Callable[[Catalog, Mapping[str, Any]], Any]] = field(default_factory=dict)
@@ -115,7 +113,7 @@ class Question:
     @property
     def scope(self) -> tuple[str, ...]:
         """The parameters of the scope that its answer depends on."""
-        return self.scoped or tuple(name for name in SCOPE_OF[self.of] if name not in self.ignores)
+        return self.scoped or SCOPE_OF[self.of]
 
     @property
     def uses(self) -> tuple[str, ...]:

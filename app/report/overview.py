@@ -1,5 +1,5 @@
 """What a report has that no page shows in this form: quick_analysis.png, statistics/ with the spread of the values of
-each group and the worst cells of the maps, and comparisons/ of formats beside those of recipes."""
+each group, and comparisons/ of formats beside those of recipes."""
 
 from __future__ import annotations
 
@@ -18,15 +18,10 @@ from binade.data.words.filter import Filter
 from binade.data.words.text import counted
 
 QUICK = "quick_analysis"  # a file beside the folders of the sections
-SPREAD = "How far the magnitudes of each group reach, and the worst cells of each map."
+SPREAD = "How far the magnitudes of each group reach."
 COMPARED = "The same operands in each format that they were scored in, and what recipes cost."
 PANELS = (None, "quant_type", "layer_type", "operation")
 STATISTICS, COMPARISONS = "statistics", "comparisons"
-# Figures that belong into another section than their question's: (question, how their names begin, the section).
-ELSEWHERE = (
-    ("map", "ranking", Section(STATISTICS, "Statistics", text=SPREAD)),
-    ("explore", "formats", Section(COMPARISONS, "Comparisons", text=COMPARED)),
-)
 
 
 def quick_analysis(opened: Catalog, where: Filter) -> Figure | None:
@@ -38,9 +33,8 @@ def quick_analysis(opened: Catalog, where: Filter) -> Figure | None:
         table = log2_histogram(found)
         if table.empty:
             return None
-        groups = [d.group for d in found]
         title = "the values of all tensors" if by is None else f"the tensors by {TITLES[by].lower()}"
-        chart = distribution_charts.histogram(table, title, TITLES[by] if by else "values", groups, place="top")
+        chart = distribution_charts.magnitudes(table, TITLES[by] if by else "values", title)
         panels.append(chart.properties(width=520, height=240))
         tables.append(table.assign(by=by or "all"))
     heading = style.title("Quick analysis", where.sentence())
@@ -64,14 +58,12 @@ def statistics(opened: Catalog, where: Filter, fields: tuple[str, ...]) -> Secti
 
 
 def divided(question: str, section: Section) -> list[Section]:
-    """A section of a question, and the figures of it that belong into another one."""
-    sections = [section]
-    for name, begins, target in ELSEWHERE:
-        moved = [figure for figure in section.figures if name == question and figure.name.startswith(begins)]
-        if moved:
-            kept = [figure for figure in section.figures if all(figure is not other for other in moved)]
-            sections = [replace(section, figures=kept), replace(target, figures=moved)]
-    return sections
+    """A section of a question; of Explore, the figures of formats apart from it, beside the comparisons of recipes."""
+    moved = [figure for figure in section.figures if question == "explore" and figure.name.startswith("formats")]
+    if not moved:
+        return [section]
+    kept = [figure for figure in section.figures if all(figure is not other for other in moved)]
+    return [replace(section, figures=kept), Section(COMPARISONS, "Comparisons", moved, text=COMPARED)]
 
 
 def _groups(opened: Catalog, where: Filter, by: str | None) -> list[Distribution]:

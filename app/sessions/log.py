@@ -125,8 +125,7 @@ class State(Record):
 
 
 def state_of(session: Session) -> State:
-    """The state of a session whose pins have no ids yet. They are numbered, so that each reader of an older file finds
-    the same ids."""
+    """The state of a session whose pins have no ids yet: they are numbered."""
     return State(session, tuple(KeptPin(str(number), pin) for number, pin in enumerate(session.pins)))
 
 

@@ -1,8 +1,5 @@
-"""Sessions on disk, <root>/.sessions/<id>.jsonl (see `app.sessions.log`), and as bundles with their runs.
-
-A folder <root>/.sessions/<id> is a session of an older Binade: draft.json, or else the last of 0001.json, 0002.json ...
-It stays as it is, and the first operation writes the log beside it. No Streamlit here.
-"""
+"""Sessions on disk, <root>/.sessions/<id>.jsonl (see `app.sessions.log`), and as bundles with their runs. No Streamlit
+here."""
 
 from __future__ import annotations
 
@@ -17,13 +14,13 @@ from typing import NamedTuple
 from binade.app.sessions import log
 from binade.app.sessions.log import Operation, State, state_of, to_line
 from binade.app.sessions.pins import refreshed, tensors_of, views_of
-from binade.app.sessions.session import ID, LONGEST_FILE, Session, SessionError, new_id, parse, to_json
+from binade.app.sessions.session import ID, Session, SessionError, new_id, parse, to_json
 from binade.data.exchange import bundle
 from binade.data.exchange.bundle import BundleError, BundleImport, BundleTooLargeError, WrittenBundle
 from binade.data.index.cache import Done
 from binade.data.index.catalog import Catalog
 from binade.data.run.access import check_writable
-from binade.data.run.store import LINK, locked, no_link, read_file, remove_directory, sweep_tree, write_atomic
+from binade.data.run.store import LINK, locked, no_link, read_file, sweep_tree, write_atomic
 from binade.data.words.text import describe
 
 FOLDER = ".sessions"
@@ -31,7 +28,6 @@ SESSION = "session.json"  # in a bundle
 LONG = 4 << 20  # bytes: a longer log is replaced by its state, without deleted pins
 LONGEST = 64 << 20  # bytes of a log that is read
 LOG = re.compile(rf"({ID[1:-1]})\.jsonl")
-OLDER = re.compile(r"draft\.json|[0-9]{4}\.json")
 
 
 class Saved(NamedTuple):
@@ -54,9 +50,8 @@ def _path(root: Path, session_id: str) -> Path:
     if not isinstance(session_id, str) or not re.fullmatch(ID, session_id):
         raise SessionError(f"{str(session_id)[:40]!a} is not a session ID.")
     sessions = folder(root)
-    for place in (sessions, sessions / session_id):
-        if place.is_symlink():
-            raise SessionError(f"{place} is {LINK}: replace it by a folder.")
+    if sessions.is_symlink():
+        raise SessionError(f"{sessions} is {LINK}: replace it by a folder.")
     return sessions / f"{session_id}.jsonl"
 
 
@@ -101,10 +96,10 @@ def append(root: Path, session_id: str, operation: Operation) -> Saved:
             line = to_line(operation)
         except ValueError as error:
             raise SessionError(f"The session cannot be changed: {describe(error)}.") from None
-        if path.exists() and path.stat().st_size + len(line) <= LONG:
+        if path.stat().st_size + len(line) <= LONG:
             _append(path, line)
         else:
-            write_atomic(path, to_line(log.without_deleted(state) if path.exists() else state))
+            write_atomic(path, to_line(log.without_deleted(state)))
     return Saved(state, problems)
 
 
@@ -122,44 +117,22 @@ def _append(path: Path, line: bytes) -> None:
 def load(root: Path, session_id: str) -> Saved:
     """A session. Raises SessionError if it is not there or cannot be read."""
     path = _path(root, session_id)
-    if os.path.lexists(path):
-        try:
-            state, damaged = log.read(read_file(path, LONGEST, path.parent))
-            _check_id(state.session, session_id)
-        except (OSError, ValueError) as error:
-            raise SessionError(f"{path.name} cannot be read: {error}") from None
-        lost = (f"Line {number} of {path.name} is damaged: this change is left out." for number in damaged)
-        return Saved(state, tuple(lost))
-    files = sorted(_older(path.with_suffix("")))
-    if not files:
+    if not os.path.lexists(path):
         raise SessionError(f"There is no session {session_id!r} in {root}: it was deleted, or belongs to another root.")
-    latest = files[-1]  # draft.json, if it exists, is newer than the versions
     try:
-        session = parse(read_file(latest, LONGEST_FILE + 1, latest.parent))
-        _check_id(session, session_id)
-    except (OSError, SessionError) as error:
-        raise SessionError(f"{latest.name} of {session_id} cannot be read: {error}") from None
-    return Saved(state_of(session))
-
-
-def _check_id(session: Session, session_id: str) -> None:
-    if session.id != session_id:
-        raise SessionError(f"it has the ID {session.id}, expected {session_id}.")
-
-
-def _older(directory: Path) -> list[Path]:
-    """The files of a session of an older Binade."""
-    if directory.is_symlink() or not directory.is_dir():
-        return []
-    return [path for path in directory.iterdir() if OLDER.fullmatch(path.name)]
+        state, damaged = log.read(read_file(path, LONGEST, path.parent))
+        if state.session.id != session_id:
+            raise SessionError(f"it has the ID {state.session.id}, expected {session_id}.")
+    except (OSError, ValueError) as error:
+        raise SessionError(f"{path.name} cannot be read: {error}") from None
+    lost = (f"Line {number} of {path.name} is damaged: this change is left out." for number in damaged)
+    return Saved(state, tuple(lost))
 
 
 def _ids(root: Path) -> list[str]:
     """The ids of all sessions."""
     paths = list(folder(root).iterdir()) if folder(root).is_dir() else []
-    logs = {match[1] for path in paths if (match := LOG.fullmatch(path.name))}
-    older = {path.name for path in paths if re.fullmatch(ID, path.name) and (path.is_symlink() or _older(path))}
-    return sorted(logs | older)
+    return sorted(match[1] for path in paths if (match := LOG.fullmatch(path.name)))
 
 
 def list_sessions(root: Path) -> tuple[list[Saved], list[str]]:
@@ -182,8 +155,6 @@ def delete(root: Path, session_id: str) -> None:
     """Delete a session. Raises SessionError, ReadOnlyError."""
     path = _path(root, session_id)
     with _changing(path, "deleted"):
-        if (older := path.with_suffix("")).is_dir():
-            remove_directory(older)  # first: without the log, its older state would come back
         path.unlink(missing_ok=True)
 
 

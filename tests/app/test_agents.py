@@ -140,7 +140,7 @@ WRONG = {
     ),
     "unknown parameter": ("ask", {"question": "map", "parameters": {"formt": "mxfp4"}}, "'formt'. Its parameters: "),
     "unknown format": ("ask", {"question": "map", "parameters": {"format": "mxfp9"}}, "'mxfp9', expected a format"),
-    "unknown figure": ("ask", {"question": "map", "figures": ["pie"]}, "'pie', expected one of map, ranking"),
+    "unknown figure": ("ask", {"question": "map", "figures": ["pie"]}, "'pie', expected one of map"),
     "a change": ("sql", {"statement": "DELETE FROM tensor"}, "only SELECT"),
     "another file": ("sql", {"statement": "SELECT * FROM read_text('/etc/passwd')"}, "/etc/passwd"),
     "too many rows": ("sql", {"statement": "SELECT 1", "rows": 10**6}, "rows is 1000000"),

@@ -21,11 +21,10 @@ from altair.utils.data import to_values
 from binade import quant
 from binade.app.draw import style
 from binade.app.draw.figure import Figure
-from binade.app.questions.explore import charts as explore_charts
 from binade.app.questions.recipes import charts as recipe_charts
 from binade.app.questions.runs import charts as run_charts
-from binade.app.questions.shared import distribution_charts, distributions, event_marks, format_charts, laws
-from binade.app.questions.shared.distribution_charts import _outline as outline
+from binade.app.questions.shared import distribution_charts, distributions, event_marks, format_charts
+from binade.app.questions.shared.quantile_plots import against_law, points_of
 from binade.app.view.view import View
 from binade.collector.recipes.recipe import TEN_RECIPES
 from binade.data.compare.same_data import NATS
@@ -64,11 +63,21 @@ def loss_chart(table: pd.DataFrame) -> alt.TopLevelMixin:
     return run_charts.losses(table, {}, pd.DataFrame(), NATS, logarithmic=False)
 
 
+def histogram(each: list[distributions.Distribution], by: str) -> alt.TopLevelMixin:
+    return distribution_charts.magnitudes(distributions.log2_histogram(each), by, "4 k values")
+
+
+def qq(each: list[distributions.Distribution], by: str) -> alt.TopLevelMixin:
+    look = distribution_charts.looks_of([d.group for d in each], by)
+    points = points_of([against_law(d, "normal") for d in each])
+    return distribution_charts.qq(points, "Q–Q", "a normal (σ)", subtitle="4 k values", fitted=True, **look)
+
+
 def all_charts(groups: list[str], by: str = "quant type") -> dict[str, alt.TopLevelMixin]:
     each = found(groups)
     return {
-        "log2": distribution_charts.histogram(distributions.log2_histogram(each), "4 k values", by, groups),
-        "qq": distribution_charts.qq(laws.qq(each), "4 k values", by),
+        "log2": histogram(each, by),
+        "qq": qq(each, by),
         "boxes": distribution_charts.boxes(distributions.boxes(each), "4 k values", by),
         "log2 boxes": distribution_charts.boxes(
             distributions.boxes([distributions.magnitudes(d) for d in each]), "4 k values", by, log2=True
@@ -156,9 +165,9 @@ def test_marks_are_few(specs):
 def test_marks_are_few_for_wide_tensors():
     wide = torch.exp2(torch.linspace(-140, 126, 4000))
     each = [distributions.distribution_of(name, wide * (1 + i / 16)) for i, name in enumerate(TENSORS)]
-    assert marks(spec(distribution_charts.histogram(distributions.log2_histogram(each), "x", "tensor"))) <= 5000
-    assert marks(spec(explore_charts.histogram(distributions.linear_histogram(each), "x", "value", False))) <= 5000
-    assert marks(spec(distribution_charts.qq(laws.qq(each), "x", "tensor"))) <= 5000
+    assert marks(spec(histogram(each, "tensor"))) <= 5000
+    assert marks(spec(distribution_charts.histogram(distributions.linear_histogram(each), "x", "value", False))) <= 5000
+    assert marks(spec(qq(each, "tensor"))) <= 5000
 
 
 @pytest.mark.sampled(1)
@@ -194,7 +203,8 @@ def test_events_are_rules_at_their_iterations(tmp_path):
         append_event(run.directory, Event(kind, iteration, "dgrad is left", "t"))
     with Catalog.open(tmp_path) as opened:
         events = event_marks.marked_events(opened, {"mxfp8": run.run_id, "none": "missing"})
-    made = spec(event_marks.marked(loss_chart(losses(["mxfp8", "none"])), events))
+    table = losses(["mxfp8", "none"])
+    made = spec(event_marks.marked(loss_chart(table), events, table["iteration"]))
     (drawn,) = [values for values in made["datasets"].values() if "kind" in values[0]]
     assert [(row["iteration"], row["kind"], row["group"]) for row in drawn] == [
         (1, "trigger", "mxfp8"), (2, "non-finite", "mxfp8"),
@@ -209,22 +219,20 @@ def test_events_are_rules_at_their_iterations(tmp_path):
 def test_vega_draws_losses_with_events(groups: int):
     names = [f"run {index}" for index in range(groups)]
     events = pd.DataFrame({"group": names, "iteration": 1, "kind": "trigger", "text": "low"})
-    made = spec(event_marks.marked(loss_chart(losses(names)), events))
+    table = losses(names)
+    made = spec(event_marks.marked(loss_chart(table), events, table["iteration"]))
     assert "<svg" in vl_convert.vegalite_to_svg(made)
     views = {view for param in made["params"] for view in param["views"]}
     assert views and all(f'"name": "{view}"' in json.dumps(made["layer"]) for view in views)
 
 
-@pytest.mark.parametrize(("x", "at"), [("iteration:Q", [3, 8]), ("iteration:O", [4, 8])])
-def test_any_chart_over_iterations_has_the_events_within_them(x, at):
+def test_a_chart_over_iterations_has_the_events_within_them():
     events = pd.DataFrame({"group": "mxfp8", "iteration": [-1, 3, 8, 9], "kind": "trigger", "text": "low"})
     table = pd.DataFrame({"iteration": [8, 0, 4], "value": 1.0})
-    chart = alt.Chart(table, title="Title").mark_point().encode(x=alt.X(x), y="value:Q")
-    made = spec(event_marks.marked(alt.layer(chart, chart.mark_line()), events))
+    chart = alt.Chart(table, title="Title").mark_point().encode(x="iteration:Q", y="value:Q")
+    made = spec(event_marks.marked(alt.layer(chart, chart.mark_line()), events, table["iteration"]))
     (drawn,) = [values for values in made["datasets"].values() if "kind" in values[0]]
-    assert [row["iteration"] for row in drawn] == at
-    of_value = chart.encode(x="value:Q")
-    assert event_marks.marked(of_value, events) is of_value
+    assert [row["iteration"] for row in drawn] == [3, 8]
 
 
 def test_recipes_of_one_format_differ():
@@ -274,33 +282,6 @@ def test_every_colour_stands_out(background):
         assert (light + 0.05) / (dark + 0.05) >= 3, color
 
 
-def test_outlines_fall_to_zero_in_gaps_and_at_the_ends():
-    table = pd.DataFrame(
-        {
-            "group": ["a"] * 3 + ["b"],
-            "low": [0.0, 1.0, 3.0, 2.0],
-            "high": [1.0, 2.0, 4.0, 5.0],
-            "share": [0.1, 0.2, 0.7, 1.0],
-        }
-    )
-    line = outline(table)
-    corners = [(row.group, row.low, row.share) for row in line.itertuples()]
-    assert corners == [
-        *[("a", 0.0, 0.0), ("a", 0.0, 0.1), ("a", 1.0, 0.2), ("a", 2.0, 0.0), ("a", 3.0, 0.7), ("a", 4.0, 0.0)],
-        *[("b", 2.0, 0.0), ("b", 2.0, 1.0), ("b", 5.0, 0.0)],
-    ]
-
-
-@pytest.mark.parametrize("make", ["log2_histogram", "linear_histogram"])
-def test_outlines_enclose_what_the_bins_hold(make):
-    table = getattr(distributions, make)(found(FORMATS))
-    line = outline(table)
-    for group, part in line.groupby("group"):
-        steps = (part["share"].iloc[:-1].to_numpy() * part["low"].diff().iloc[1:].to_numpy()).sum()
-        bins = table[table["group"] == group]
-        assert steps == pytest.approx((bins["share"] * (bins["high"] - bins["low"])).sum(), rel=1e-9)
-
-
 class TestFormatPanels:
     def test_have_titles_units_and_figures(self):
         for panel, (_, name, unit, _) in zip(
@@ -345,7 +326,7 @@ def test_losses_that_diverge(values):
 def test_a_single_value_can_be_drawn(value):
     each = [distributions.distribution_of("bf16", torch.full((5,), value).bfloat16())]
     linear = distributions.linear_histogram(each)
-    spec(explore_charts.histogram(linear, "5 values", "value", False))
+    spec(distribution_charts.histogram(linear, "5 values", "value", False))
     spec(distribution_charts.boxes(distributions.boxes(each), "5 values", "quant type"))
 
 
@@ -382,18 +363,6 @@ def test_legends_have_room(length):
     assert style.legend_height(groups[:1]) == 0
     assert style.legend_height(groups) >= 18 * math.ceil(10 / style.columns(groups))
     assert style.columns(groups) * (length * 7 + 44) <= style.LEGEND_WIDTH or style.columns(groups) == 1
-
-
-@pytest.mark.parametrize("tallest", [0, 1, 2])
-def test_a_legend_in_the_plot_covers_no_line(tallest: int):
-    """It stands in the upper left corner only if the tallest of three parts of the axis is not the left one."""
-    rows = [
-        {"group": group, "low": 10.0 * part, "high": 10.0 * part + 10, "share": 0.8 if part == tallest else 0.1}
-        for group in ("mxfp8", "mxfp4")
-        for part in range(3)
-    ]
-    drawn = json.dumps(spec(distribution_charts.histogram(pd.DataFrame(rows).assign(count=1), "", "run")))
-    assert ('"orient": "top"' in drawn) == (tallest == 0) and ('"orient": "top-left"' in drawn) == (tallest > 0)
 
 
 def test_a_linear_axis_of_values_says_10():
@@ -479,7 +448,7 @@ def test_a_long_name_keeps_its_end_in_axes_and_legends():
     each = [distributions.distribution_of(name, torch.randn(100)) for name in names]
     for chart in (
         distribution_charts.boxes(distributions.boxes(each), "x", "run"),
-        distribution_charts.histogram(distributions.log2_histogram(each), "x", "run"),
+        histogram(each, "run"),
     ):
         svg = vl_convert.vegalite_to_svg(chart.properties(width=600, height=200).to_dict())
         shown = [text.text or "" for text in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]

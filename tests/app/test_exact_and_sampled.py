@@ -19,7 +19,6 @@ from binade.app.questions.map.standing_out import FAR
 from binade.app.questions.pair.three_way import three_way
 from binade.app.questions.recipes.question import RECIPES
 from binade.app.questions.shared import laws
-from binade.app.questions.shared.distribution_charts import quartile_line
 from binade.app.questions.shared.distributions import distribution_of
 from binade.app.questions.shared.rounded import Subject
 from binade.data.index.catalog import Catalog
@@ -104,14 +103,6 @@ class TestBodyAndTails:
     def test_a_law_has_its_kurtosis(self, law: str, kurtosis: float):
         d = distribution_of("x", torch.from_numpy(np.random.default_rng(1).normal(size=3000)))
         assert laws.fit(d, law).kurtosis == pytest.approx(kurtosis)
-
-    def test_the_line_through_the_quartiles(self):
-        x = np.random.default_rng(2).standard_t(2, 20_001)
-        table = laws.qq([distribution_of("x", torch.from_numpy(x))], "normal", points=2001)
-        line = quartile_line(table)
-        (x1, x2), (y1, y2) = line["x"], line["y"]
-        slope = np.ptp(np.quantile(x, [0.25, 0.75])) / x.std() / np.ptp(stats.norm.ppf([0.25, 0.75]))
-        assert (y2 - y1) / (x2 - x1) == pytest.approx(slope, rel=0.01)
 
 
 class TestBlocks:

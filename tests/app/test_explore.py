@@ -15,13 +15,14 @@ from scipy import stats
 from vl_convert import vegalite_to_svg
 
 from binade.app.draw.figure import Drawn
-from binade.app.questions.explore import charts, compute
-from binade.app.questions.explore.curves import Curve, edge
-from binade.app.questions.explore.quantile_plots import against_law, points_of
+from binade.app.questions.explore import compute
+from binade.app.questions.explore.curves import Curve
 from binade.app.questions.explore.question import BY_FIELD
 from binade.app.questions.explore.rounded import in_formats
-from binade.app.questions.shared.distributions import distribution_of, distributions
+from binade.app.questions.shared.distribution_charts import qq
+from binade.app.questions.shared.distributions import distribution_of, distributions, edge
 from binade.app.questions.shared.operands import ranked_tensors
+from binade.app.questions.shared.quantile_plots import against_law, points_of
 from binade.app.view.params import Interval
 from binade.app.view.view import View
 from binade.data.index.catalog import USED, Catalog
@@ -167,7 +168,7 @@ def test_counts_beyond_the_axis_are_drawn(count: int):
     plots = [
         against_law(distribution_of(group, torch.tensor(row)), "normal") for group, row in zip(groups, x, strict=True)
     ]
-    chart = charts.qq(points_of(plots), "Q–Q", "normal", [(each.group, each.above, each.below) for each in plots])
+    chart = qq(points_of(plots), "Q–Q", "normal", [(each.group, each.above, each.below) for each in plots])
     texts = re.findall(r"<text[^>]*>([^<]* beyond [^<]*)</text>", vegalite_to_svg(chart.to_dict()))
     above = [each.above for each in plots if each.above]
     words = f"{above[0]:,}" if count == 1 else f"{min(above):,} to {max(above):,} of each of {len(above)}"

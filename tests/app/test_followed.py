@@ -177,7 +177,7 @@ def of_measure(catalog: Catalog, metric: str, **where):
 def test_the_answers(opened: Catalog):
     found = of_measure(opened, "outlier_persistence")
     assert "median Persistence" in found.verdict and not found.problems and not claims(found)
-    assert [figure.name for figure in found.figures] == ["map", "hot_channels", "ranking"]
+    assert [figure.name for figure in found.figures] == ["map", "hot_channels"]
     for metric in ("oscillating", "edge_excess", "gradient_to_noise"):
         found = of_measure(opened, metric)
         assert not found.problems and not claims(found) and found.figures[0].name == "map"

@@ -24,6 +24,7 @@ from binade.app.questions.pair.three_way import three_way
 from binade.app.questions.recipes.question import cost
 from binade.app.questions.shared import distributions, laws
 from binade.app.questions.shared.distributions import distribution_of
+from binade.app.questions.shared.quantile_plots import against_law, against_other, points_of
 from binade.app.questions.shared.rounded import subject
 from binade.app.questions.shared.runs import every_run
 from binade.app.questions.shared.scope import scoped
@@ -82,7 +83,7 @@ class TestLaws:
         shape = (fitted.freedom,) if law == "student_t" else ()
         dist = {"normal": "norm", "student_t": "t", "uniform": stats.uniform(-1, 2)}.get(law, law)
         osm, osr = stats.probplot(x.astype(np.float64), sparams=shape, dist=dist, fit=False)
-        points = laws.qq([d], law)
+        points = points_of([against_law(d, law)])
         osr = (osr - fitted.location) / fitted.scale
         # probplot's positions are Filliben's; ours run to (rank - 1/2) / n: a rank apart at most.
         ours = np.interp(points["theoretical"], osm, osr)
@@ -141,10 +142,12 @@ class TestLaws:
 
     def test_between_two_samples(self):
         a, b = sample("normal"), sample("laplace", 2501)
-        points = laws.qq_between(*(distribution_of("group", torch.from_numpy(x)) for x in (a, b)))
-        share = stats.norm.cdf(np.linspace(-1, 1, 201) * stats.norm.isf(0.5 / 2501))
-        assert np.array_equal(points["sample"], np.quantile(a.astype(float), share, method="inverted_cdf"))
-        assert np.array_equal(points["theoretical"], np.quantile(b.astype(float), share, method="inverted_cdf"))
+        own, other = (distribution_of("group", torch.from_numpy(x)) for x in (a, b))
+        points = against_other(own, other, "other")
+        assert points.share[[0, -1]] == pytest.approx([0.5 / 2501, 1 - 0.5 / 2501])
+        for found, x in ((points.sample, a), (points.theoretical, b)):
+            wanted = np.quantile(x.astype(float), points.share, method="inverted_cdf") / a.astype(float).std()
+            np.testing.assert_allclose(found, wanted, rtol=1e-9)
 
     @pytest.mark.parametrize("name", ["all NaN", "zeros", "constant", "single", "empty", "huge", "subnormal"])
     def test_odd_tensors(self, name):

@@ -335,7 +335,7 @@ def test_a_sessions_report_tells_its_pins_and_notes(command, root, tmp_path, sta
     notes = f"# Found\n\n**fc1** is *worst* {HOSTILE} ![p](http://a.b/c.png) [go](javascript:alert(1)) <b>raw</b>"
     notes += " [bank](https://evil.example/d)"
     pins = (
-        Pin("map", {"metric": ["absmax"]}, "ranking", "The worst\nof all"),
+        Pin("map", {"metric": ["absmax"]}, "map", "The worst\nof all"),
         Pin("map", {}, "no_such_chart", ""),
     )
     view = View("explore", {"quant_type": ["mxfp8"]})
@@ -349,7 +349,7 @@ def test_a_sessions_report_tells_its_pins_and_notes(command, root, tmp_path, sta
     finally:
         shutil.rmtree(storage.folder(root))
     files = everything(output)
-    assert "pins/01_ranking.svg" in files and "view/histogram.svg" in files and "index.html" in files
+    assert "pins/01_map.svg" in files and "view/histogram.svg" in files and "index.html" in files
     assert not any(name.startswith(FOLDERS) for name in files)
     text = (output / "index.html").read_text()
     tags = Tags(text)

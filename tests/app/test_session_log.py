@@ -1,4 +1,4 @@
-"""Sessions as logs: what operations do, in any order and from any number of writers; what is torn, damaged or older."""
+"""Sessions as logs: what operations do, in any order and from any number of writers; what is torn or damaged."""
 
 from __future__ import annotations
 
@@ -152,45 +152,6 @@ def test_a_long_log_becomes_its_state(tmp_path: Path, monkeypatch: pytest.Monkey
     assert captions(after(tmp_path, one, Move("2", "0"))) == ["c", "a"]  # the pins have the same ids
 
 
-def old_session(root: Path, *names: str) -> Session:
-    """A session as Binade wrote it before there were logs."""
-    one = session.new("Older", VIEW, pins=PINS)
-    for name in names:
-        place = root / ".sessions" / one.id / name
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(session.to_json(replace(one, notes=name)))
-    return one
-
-
-@pytest.mark.parametrize(
-    ("names", "latest"),
-    [
-        (("0001.json",), "0001.json"),
-        (("0002.json", "0010.json"), "0010.json"),
-        (("0001.json", "draft.json"), "draft.json"),
-    ],
-)
-def test_a_session_of_an_older_version_opens_and_goes_on_as_a_log(tmp_path: Path, names: tuple[str, ...], latest: str):
-    one = old_session(tmp_path, *names)
-    files = {path: path.read_bytes() for path in tmp_path.rglob("*.json")}
-    before = storage.load(tmp_path, one.id)
-    assert before.session == replace(one, notes=latest) and storage.list_sessions(tmp_path) == ([before], [])
-    assert not path_of(tmp_path, one).exists()
-    assert captions(after(tmp_path, one, Delete("1"))) == ["a", "c"]
-    assert captions(after(tmp_path, one, Restore("1"))) == ["a", "b", "c"]
-    assert len(storage.list_sessions(tmp_path)[0]) == 1
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*.json")} == files
-    storage.delete(tmp_path, one.id)
-    assert os.listdir(tmp_path / ".sessions") == []
-
-
-def test_a_damaged_session_of_an_older_version_is_named(tmp_path: Path):
-    one = old_session(tmp_path, "0001.json", "0002.json")
-    (tmp_path / ".sessions" / one.id / "0002.json").write_text("{")
-    found, (problem,) = storage.list_sessions(tmp_path)
-    assert not found and f"0002.json of {one.id} cannot be read" in problem
-
-
 def test_what_cannot_be_changed_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(SessionError, match="cannot be saved: notes is longer"):
         started(tmp_path, notes="x" * 60_000)
@@ -249,9 +210,8 @@ def write(root: Path, session_id: str, who: int) -> None:
             storage.append(root, session_id, Restore(added.pin_id))
 
 
-@pytest.mark.parametrize("begun", ["a log", "an older version"])
-def test_processes_at_once_lose_nothing(tmp_path: Path, begun: str):
-    one = started(tmp_path) if begun == "a log" else replace(old_session(tmp_path, "0001.json"), pins=())
+def test_processes_at_once_lose_nothing(tmp_path: Path):
+    one = started(tmp_path)
     writers = [get_context("fork").Process(target=write, args=(tmp_path, one.id, who)) for who in range(WRITERS)]
     for writer in writers:
         writer.start()

@@ -57,7 +57,7 @@ def test_map(visit: Visit, collected: Path, metric: str, across: str):
     assert sorted(cell[1] for cell in filled) == sorted(cells["label"])
     at.toggle(key="map_tables").set_value(True)
     assert len(cells) in [len(frame.value) for frame in rerun(at).dataframe]
-    assert charts(at) == 1 + (isinstance(below, Figure) and below.name != "ranking")
+    assert charts(at) == 1 + (isinstance(below, Figure))
 
 
 def test_the_map_in_another_format_iteration_and_as_a_difference(visit: Visit, collected: Path):

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from altair.utils.schemapi import disable_debug_mode
 
-from binade.app.questions.shared import distribution_charts, distributions, laws
+from binade.app.questions.shared import distribution_charts, distributions
+from binade.app.questions.shared.quantile_plots import against_law, points_of
 from binade.app.view.view import View
 from binade.data.index.catalog import Catalog
 from binade.data.run.store import save
@@ -39,8 +40,8 @@ def huge(directory: Path, values: int) -> None:
 
     def first_click() -> None:
         d = distributions.distribution_of("x", x, moments)
-        distribution_charts.histogram(distributions.log2_histogram([d]), "x", "tensor").to_dict()
-        distribution_charts.qq(laws.qq([d], "normal"), "x", "tensor").to_dict()
+        distribution_charts.magnitudes(distributions.log2_histogram([d]), "tensor", "x").to_dict()
+        distribution_charts.qq(points_of([against_law(d, "normal")]), "x", "a normal").to_dict()
 
     def usual() -> None:
         np.histogram(x.numpy(), 100)
@@ -76,7 +77,7 @@ def first_figure(root: Path) -> float:
     def figure() -> None:
         with Catalog.open(root) as catalog:
             found = distributions.distributions(catalog, Filter(), "quant_type")
-            distribution_charts.histogram(distributions.log2_histogram(found), "x", "quant type").to_dict()
+            distribution_charts.magnitudes(distributions.log2_histogram(found), "quant type", "x").to_dict()
 
     return timed(figure, "cpu")
 

@@ -30,7 +30,7 @@ from tests.bench.bench_report import make_root
 PINS = (
     ("explore", {}, "histogram"),
     ("explore", {}, "qq"),
-    ("map", {"format": ["mxfp4"]}, "ranking"),
+    ("map", {"format": ["mxfp4"]}, "map"),
     ("tensor", {"format": ["mxfp4"], "view": ["why"]}, "codebook"),
     ("tensor", {"format": ["mxfp4"], "view": ["why"]}, "tokens"),
     ("tensor", {"format": ["mxfp4"], "view": ["whatif"]}, "trial_histogram"),

@@ -20,6 +20,7 @@ from binade.app.questions.pair.three_way import three_way
 from binade.app.questions.shared import laws
 from binade.app.questions.shared.distributions import distribution_of
 from binade.app.questions.shared.operands import along
+from binade.app.questions.shared.quantile_plots import against_law
 from binade.app.questions.shared.scope import scoped
 from binade.app.questions.shared.selection import worst as worst_of
 from binade.app.questions.what_if import compute as what_if_compute
@@ -267,10 +268,10 @@ def test_is_it_normal(visitor: Visitor, catalog: Catalog, worst: str):
     assert "exact" in visitor.title("qq")
     visitor.segment("Student’s t")
     visitor.until("Fitted Student’s t")
-    points = laws.qq([d], "student_t")
-    drawn = [mark for mark in visitor.marks("qq") if any("values (" in key for key in mark)]
-    assert len(drawn) == len(points)
-    assert number(drawn[100]["values (scale)"]) == pytest.approx(points["sample"].iloc[100], rel=1e-3, abs=1e-3)
+    plot = against_law(d, "student_t")
+    drawn = [mark for mark in visitor.marks("qq") if "expected" in mark]
+    assert len(drawn) == len(plot.sample)
+    assert number(drawn[10]["value"]) == pytest.approx(plot.sample[10], rel=1e-3, abs=1e-3)
 
 
 def test_which_part_costs_the_most_loss(visitor: Visitor, catalog: Catalog):

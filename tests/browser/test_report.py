@@ -108,7 +108,7 @@ def test_a_charts_data_are_those_of_its_file(page, exported):
 
 
 def test_a_mark_answers_and_a_chart_saves_itself(page):
-    name = "binade-statistics-ranking-sqnr-db-mxfp4"
+    name = "binade-heatmaps-map-sqnr-db-mxfp4"
     page.evaluate("name => binade.view(name).then(() => 1)", name)
     chart = page.locator(f'.chart[data-name="{name}"]')
     chart.scroll_into_view_if_needed()

@@ -12,7 +12,7 @@ import pytest
 
 from binade.app.sessions import storage
 from binade.app.sessions.log import Rename
-from binade.app.sessions.session import SessionError, new, to_json
+from binade.app.sessions.session import SessionError, new
 from binade.app.view.view import View
 from binade.data.exchange import bundle
 from binade.data.exchange.bundle import BundleError
@@ -151,15 +151,11 @@ def test_a_run_may_be_a_link_itself(run: Path, tmp_path: Path):
     bundle.write(tmp_path / "second", tmp_path / "bundle.zip", [run.name], None)
 
 
-@pytest.mark.parametrize("place", [".sessions", ".sessions/ID", ".sessions/ID.jsonl", ".sessions/ID/0001.json"])
+@pytest.mark.parametrize("place", [".sessions", ".sessions/ID.jsonl"])
 def test_a_link_among_sessions_is_refused(place: str, tmp_path: Path):
     root = tmp_path / "root"
     session = new("mine", View("explore", {}))
     storage.create(root, session)
-    if "ID" in place and "jsonl" not in place:  # the folder of an older version
-        (root / ".sessions" / f"{session.id}.jsonl").unlink()
-        (root / ".sessions" / session.id).mkdir()
-        (root / ".sessions" / session.id / "0001.json").write_text(to_json(session))
     target = put_link(root / place.replace("ID", session.id), tmp_path / "outside")
     before = content(target)
     uses: list[Callable[[], object]] = [

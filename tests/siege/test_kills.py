@@ -15,7 +15,7 @@ import torch
 
 from binade.app.sessions import storage
 from binade.app.sessions.log import Rename
-from binade.app.sessions.session import RunReference, Session, new, to_json
+from binade.app.sessions.session import RunReference, Session, new
 from binade.app.view.view import View
 from binade.collector.imports import importer
 from binade.collector.imports.files import walk
@@ -92,19 +92,12 @@ def test_deleting_a_run(source: Path, root: Path):
 
 
 def test_changing_a_session(source: Path, root: Path):
-    """Each change is there as a whole or not at all, also the first one of a session of an older version."""
-    (path,) = (root / ".sessions").iterdir()
-    older = path.with_suffix("") / "0001.json"
-    for new_name in ("of the log", "of the older version"):
-        if new_name == "of the older version":
-            older.parent.mkdir()
-            older.write_text(to_json(storage.load(root, SESSION.id).session))
-            path.unlink()
-        before, names = storage.load(root, SESSION.id).session.name, set()
-        for _ in steps(partial(storage.append, root, SESSION.id, Rename(new_name))):
-            names.add(storage.load(root, SESSION.id).session.name)
-            check_nothing_is_left(root)
-        assert names == {before, new_name}
+    """A change is there as a whole or not at all."""
+    before, names = storage.load(root, SESSION.id).session.name, set()
+    for _ in steps(partial(storage.append, root, SESSION.id, Rename("newer"))):
+        names.add(storage.load(root, SESSION.id).session.name)
+        check_nothing_is_left(root)
+    assert names == {before, "newer"}
 
 
 def test_starting_a_session(tmp_path: Path):
@@ -120,22 +113,12 @@ def test_starting_a_session(tmp_path: Path):
 
 
 def test_deleting_a_session(source: Path, root: Path):
-    """With the files of an older version: the older state does not come back."""
-    (path,) = (root / ".sessions").iterdir()
     found = set()
-
-    def put_older() -> None:
-        path.with_suffix("").mkdir()
-        (path.with_suffix("") / "0001.json").write_text(to_json(SESSION))
-        storage.append(root, SESSION.id, Rename("newer"))
-
-    put_older()
     for _ in steps(lambda: storage.delete(root, SESSION.id)):
         found.add(tuple(saved.session.name for saved in storage.list_sessions(root)[0]))
         check_nothing_is_left(root)
         again(source, root)
-        put_older()
-    assert found == {("newer",), ()}
+    assert found == {(SESSION.name,), ()}
 
 
 def test_naming_a_run(root: Path):

@@ -30,10 +30,6 @@ def ranking(table: pd.DataFrame, measure: Measure, subtitle: str) -> Chart:
     return plot.layers(f"{measure.title} by group", subtitle, plot.rule(x=0), spans, points)
 
 
-def ranking_height(table: pd.DataFrame) -> int:
-    return 130 + max(22, 10 * table["treatment"].nunique() + 4) * table["group"].nunique()
-
-
 def blocks(table: pd.DataFrame, names: Sequence[str], own: str, subtitle: str) -> Chart:
     """The errors of blocks over depth, as of `compute.block_table`: two lines of a color, the own errors dashed.
     names: what is rounded; own: what the names of own errors end with."""

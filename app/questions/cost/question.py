@@ -161,7 +161,7 @@ def _groups(measured: MeasuredCosts, kind: str) -> list[Item]:
     source = f"Data: {', '.join(measured.treatments)}, {measured.run_id}."
     caption = f"{source}\n{measure.title}: {measure.definition}. {INTERVAL}."
     chart = charts.ranking(drawn, measure, f"{shown} · bars: 95% interval over sequences")
-    height = charts.ranking_height(drawn)
+    height = 130 + max(22, 10 * drawn["treatment"].nunique() + 4) * drawn["group"].nunique()
     listed = table.drop(columns="text")
     return [
         Figure("cost", chart, drawn, caption, note=NOTE_OF_PARITY if measured.parity else NOTE, height=height),

@@ -13,7 +13,6 @@ import pandas as pd
 from binade.app.draw import plot, style
 from binade.app.draw.figure import Chart
 from binade.app.questions.explore.compute import RAW, SCALE, SIGMA, ByFormat
-from binade.app.questions.explore.quantile_plots import LIMIT
 from binade.app.questions.shared.distribution_charts import EQUAL
 from binade.app.view.params import TITLES
 from binade.data.words.filter import INTEGER_FIELDS
@@ -30,58 +29,6 @@ def magnitude(values: str) -> str:
     """The title of an axis of magnitudes."""
     name, _, of = OF[values].partition(" / ")
     return f"|{name}|{f' / {of}' if of else ''}"
-
-
-def histogram(table: pd.DataFrame, title: str, axis: str, log: bool, low: float | None = None, **look: Any) -> Chart:
-    """Shares of values in bins, as lines that step. table: group, low, share, with a last row of each group, at which
-    its line ends. log: `low` is log₂ of a magnitude, and the shares are per binade. low: where the axis begins."""
-    words = "share of values per binade" if log else "share of values"
-    domain: plot.Look = {} if low is None else {"domain": [low, float(table["low"].max())]}
-    lines = plot.mark(
-        "line", table, interpolate="step-after", strokeWidth=1.7, clip=True,
-        x=plot.x("low", axis, style.binades(axis) if log else {"tickCount": 8}, nice=False, zero=False, **domain),
-        y=plot.y("share", None, {"format": "~%", "tickCount": 5}).stack(None),
-        tips={"group": "group", "low": (f"{'log₂ ' * log}from", ".3~f" if log else ".4~g"), "share": (words, ".3~p")},
-        **look,
-    )  # fmt: skip
-    return plot.layers(title, "", lines)
-
-
-def qq(table: pd.DataFrame, title: str, axis: str, beyond: Sequence[tuple[str, int, int]] = (), **look: Any) -> Chart:
-    """A Q–Q plot with its line of equal quantiles, cut off at LIMIT. table: group, theoretical, sample, share; beyond:
-    (group, values above, values below)."""
-    end, ticks = 5.0, {"values": [*range(-12, 13, 4)], "labelOverlap": False}
-    points = plot.mark(
-        "point", table, size=16, opacity=0.8, clip=True,
-        tips={"group": "group", "theoretical": ("expected", ".4~g"), "sample": ("value", ".4~g"),
-              "share": ("values below", ".4~%")},
-        x=plot.x("theoretical", axis, {"tickCount": 7}, nice=False, zero=False),
-        y=plot.y("sample", None, ticks, domain=[-LIMIT, LIMIT]),
-        **{name: value for name, value in look.items() if name != "strokeDash"},
-    )  # fmt: skip
-    line = plot.diagonal(-end, end, **EQUAL, clip=True, y=plot.y("y", None, ticks))
-    return plot.layers(title, "", line, points, *_beyond(beyond))
-
-
-def _beyond(counts: Sequence[tuple[str, int, int]]) -> list[Chart]:
-    """How many values lie beyond the ends of the axis, in the corners that quantiles, which rise, leave empty."""
-    layers: list[Chart] = []
-    for sign, mark in ((1, "▲"), (2, "▼")):
-        numbers = [count[sign] for count in counts if count[sign]]
-        if not numbers:
-            continue
-        words = (
-            f"{numbers[0]:,}"
-            if len(numbers) == 1
-            else f"{min(numbers):,} to {max(numbers):,} of each of {len(numbers)}"
-        )
-        look: plot.Look = {
-            "align": "left" if sign == 1 else "right", "fontSize": 11, "color": style.GREY,
-            "x": 4 if sign == 1 else {"expr": "width - 4"}, "y": 8 if sign == 1 else {"expr": "height - 8"},
-        }  # fmt: skip
-        text = pd.DataFrame({"text": [f"{mark} {words} beyond {'' if sign == 1 else '−'}{LIMIT:g}"]})
-        layers.append(plot.mark("text", text, text="text", **look))
-    return layers
 
 
 def formats(dots: pd.DataFrame, ticked: pd.DataFrame, medians: pd.DataFrame, title: str) -> Chart:

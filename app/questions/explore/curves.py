@@ -3,16 +3,14 @@ quantiles. A browser keeps them for the tensors that are listed, so that it can 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
-from binade.app.questions.explore.quantile_plots import Quantiles
-from binade.app.questions.shared.distributions import Distribution, edge, half_binades, magnitudes
+from binade.app.questions.shared.distributions import Distribution, magnitude_bins
+from binade.app.questions.shared.quantile_plots import Quantiles
 
 DIGITS = 5  # of a share
 
@@ -31,10 +29,7 @@ class Curve:
     @cached_property
     def bins(self) -> tuple[int, np.ndarray]:
         """(the number of the first bin, the share of all values in each bin, per binade)."""
-        nonzero = magnitudes(self.distribution)
-        first, counts = half_binades(nonzero.low, nonzero.high, nonzero.count)
-        widths = np.diff(edge(np.arange(first, first + len(counts) + 1)))
-        return first, counts / max(self.distribution.total, 1) / widths
+        return magnitude_bins(self.distribution)
 
     @property
     def bins_as_json(self) -> dict[str, Any]:
@@ -58,17 +53,3 @@ def _short(values: np.ndarray) -> list[float]:
     """Values of a plot that ends at ±12: two decimals, and no more of those that lie far beyond."""
     result: list[float] = values.clip(-1e3, 1e3).round(2).tolist()
     return result
-
-
-def bins_of(curves: Iterable[Curve]) -> pd.DataFrame:
-    """Columns group, low (log₂), share (per binade), count, with a last row of each group at which its line ends."""
-    tables = []
-    for curve in curves:
-        first, shares = curve.bins
-        low = edge(np.arange(first, first + len(shares) + 1))
-        width = np.diff(low, append=low[-1])
-        table = pd.DataFrame({"group": curve.group, "low": low, "share": np.append(shares, 0.0), "high": low + width})
-        table["count"] = table["share"] * width * curve.distribution.total
-        tables.append(table)
-    columns = ["group", "low", "share", "high", "count"]
-    return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=columns)

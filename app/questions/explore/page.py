@@ -27,22 +27,22 @@ from binade.app.questions import layout
 from binade.app.questions.explore import charts, question
 from binade.app.questions.explore.compute import RAW, SIGMA, over
 from binade.app.questions.explore.curves import Curve
-from binade.app.questions.explore.quantile_plots import against_law
 from binade.app.questions.explore.question import (
     AS_RECORDED,
     AXIS_OF,
     DRAWN,
     EXPLORE,
-    LAW_NAMES,
     MAX_SELECTED,
     NONE,
     VALUES_OF,
     Drawing,
 )
 from binade.app.questions.map.standing_out import FAR
+from binade.app.questions.shared.distribution_charts import LAW_NAMES, histogram, qq
 from binade.app.questions.shared.distributions import STEPS, distributions
 from binade.app.questions.shared.laws import LAWS
 from binade.app.questions.shared.operands import MOST_LISTED, operand
+from binade.app.questions.shared.quantile_plots import against_law
 from binade.app.questions.shared.runs import FIELDS_OF_RUNS
 from binade.app.questions.shared.scope import Scope
 from binade.app.questions.shared.selection import Board
@@ -320,9 +320,9 @@ def _plots() -> dict[str, Any]:
     })  # fmt: skip
     medians = pd.DataFrame({"format": ["a"], "at": [0.0], "text": ["a"]})
     made = {
-        "log2": charts.histogram(line, "", "", True, **look),
-        "linear": charts.histogram(line, "", "", False, **look),
-        "qq": charts.qq(point, "", "", **look),
+        "log2": histogram(line, "", "", True, **look),
+        "linear": histogram(line, "", "", False, **look),
+        "qq": qq(point, "", "", **look),
         "formats": charts.formats(dots, dots.copy(), medians, ""),
     }
     pages = {name: Figure(name, chart, line, "").on_page for name, chart in made.items()}

@@ -11,22 +11,30 @@ from typing import Any
 
 import pandas as pd
 
-from binade.app.draw import plot, style
+from binade.app.draw import style
 from binade.app.draw.control import Control
 from binade.app.draw.figure import Column, Drawn, Figure, Item, Table, Text, source
 from binade.app.draw.formatting import evenly
 from binade.app.questions.explore import charts, compute
 from binade.app.questions.explore.compute import RAW, SCALE, SIGMA, Groups
-from binade.app.questions.explore.curves import Curve, bins_of
-from binade.app.questions.explore.quantile_plots import LIMIT, Quantiles, against_law, against_other, points_of
+from binade.app.questions.explore.curves import Curve
 from binade.app.questions.explore.rounded import drawn_in_formats, first_rounded
 from binade.app.questions.question import Question
-from binade.app.questions.shared import distribution_charts
 from binade.app.questions.shared import distributions as shared
-from binade.app.questions.shared.distributions import Distribution
+from binade.app.questions.shared.distribution_charts import (
+    LAW_NAMES,
+    LAW_TITLES,
+    LINEAR,
+    LOG2,
+    histogram,
+    looks_of,
+    qq,
+)
+from binade.app.questions.shared.distributions import Distribution, log2_histogram
 from binade.app.questions.shared.families import about_gradients, about_scales
 from binade.app.questions.shared.laws import LAWS
 from binade.app.questions.shared.operands import MOST_LISTED, ranked_tensors
+from binade.app.questions.shared.quantile_plots import LIMIT, Quantiles, against_law, against_other, points_of
 from binade.app.questions.shared.runs import every_run, given_names, labels_of, run_looks
 from binade.app.questions.shared.scope import Scope, scoped
 from binade.app.questions.shared.selection import Board, Of
@@ -74,7 +82,7 @@ def _law(opened: Catalog) -> Known:
     return Known(lambda name: name in LAWS or run.known(name), "run")
 
 
-LAW = Control(name="law", label="Q–Q against", param=_law, titles=distribution_charts.LAW_TITLES, widget="list")
+LAW = Control(name="law", label="Q–Q against", param=_law, titles=LAW_TITLES, widget="list")
 STATISTICS = {
     "tensors": Column("Tensors", "d"),
     "numel": Column("Values", "d"),
@@ -91,8 +99,6 @@ STATISTICS = {
     "expected": Column("Of the law", help="Between which two magnitudes the largest of as many values of the law lies"),
     "tails": Column("Tails"),
 }
-LOG2, LINEAR = "Distribution of magnitudes", "Distribution of values"
-LAW_NAMES = {"normal": "a normal", "laplace": "a Laplace", "student_t": "Student’s t", "uniform": "a uniform"}
 
 
 def within(opened: Catalog, where: Filter, values: Mapping[str, Any]) -> Filter:
@@ -304,27 +310,21 @@ def figures_of(board: Board, values: Mapping[str, Any], drawn: Drawing) -> list[
     """Histogram and Q–Q plot, side by side."""
     if not drawn.curves:
         return []
-    linear, kind, names, by = values["axis"] == "linear", values["values"], drawn.names, drawn.by
-    of_both = caption(board, values, drawn)
-    look: plot.Look = {
-        "color": style.color(names, drawn.by_name, line=True, own=drawn.looks, place="top"),
-        "strokeDash": style.dash(names, drawn.by_name, "top", drawn.looks),
-    }  # fmt: skip
-    field = by if by != TENSOR else ""
-    height = CHART + (22 * -(-len(names) // style.columns(names)) if len(names) > 1 else 0)
+    linear, kind, names = values["axis"] == "linear", values["values"], drawn.names
+    of_both, look = caption(board, values, drawn), looks_of(names, drawn.by_name, drawn.looks)
+    height = CHART + style.legend_height(names, "top")
     figures: list[Figure] = []
-    bins = value_bins(drawn) if linear else bins_of(drawn.curves)
+    bins = value_bins(drawn) if linear else log2_histogram([curve.distribution for curve in drawn.curves])
     if len(bins):
         axis = charts.OF[kind] if linear else charts.magnitude(kind)
-        chart = charts.histogram(
-            bins, LINEAR if linear else LOG2, axis, not linear, None if linear else drawn.below, **look
-        )
-        figures.append(Figure("histogram", chart, bins, of_both, height=height, group="lie", by=field))
-    points = points_of([curve.quantiles for curve in drawn.curves])
-    if len(points):
-        beyond = [(curve.group, curve.quantiles.above, curve.quantiles.below) for curve in drawn.curves]
-        chart = charts.qq(points, f"Q–Q against {drawn.law}", f"{drawn.law}; zeros left out", beyond, **look)
-        figures.append(Figure("qq", chart, points, of_both, height=height, group="lie", by=field))
+        chart = histogram(bins, LINEAR if linear else LOG2, axis, not linear, None if linear else drawn.below, **look)
+        figures.append(Figure("histogram", chart, bins, of_both, height=height, group="lie"))
+    plots = [curve.quantiles for curve in drawn.curves]
+    if len(points := points_of(plots)):
+        beyond = [(each.group, each.above, each.below) for each in plots]
+        look = looks_of(names, drawn.by_name, drawn.looks, line=False)
+        chart = qq(points, f"Q–Q against {drawn.law}", f"{drawn.law}; zeros left out", beyond, **look)
+        figures.append(Figure("qq", chart, points, of_both, height=height, group="lie"))
     return figures
 
 
@@ -430,11 +430,10 @@ def _panels(board: Board, values: Mapping[str, Any]) -> Drawn:
     caption = f"{source(where, f'{len(distributions)} distributions, {board.scope}')}\nAll panels share their axes."
     law = values["law"] if values["law"] in LAWS else LAWS[0]
     against = LAW_NAMES[law]
-    curves = [Curve(part, against_law(part, law)) for part in parts]
-    bins = bins_of(curves)
+    bins = log2_histogram(parts)
     if len(bins):
         bins = bins[bins["low"] >= compute.lower_end(parts)[0]]
-    points = points_of([curve.quantiles for curve in curves])
+    points = points_of([against_law(part, law) for part in parts])
     figures = []
     for kind, frame, title in (("histogram", bins, LOG2), ("qq", points, f"Q–Q against {against}")):
         if frame.empty:
@@ -446,8 +445,7 @@ def _panels(board: Board, values: Mapping[str, Any]) -> Drawn:
         titles = (f"{against}, expected", "quantile, standardized")
         chart = charts.panels(frame, by, kind, values["values"], title, titles, looks)
         groups = style.groups_of(frame)
-        legend = 22 * -(-len(groups) // style.columns(groups)) if len(groups) > 1 else 0
-        height = 130 + legend + names["rows"].nunique() * (charts.HIGH + 22)
+        height = 130 + style.legend_height(groups, "top") + names["rows"].nunique() * (charts.HIGH + 22)
         figures.append(Figure(f"{kind}_panels", chart, frame, caption, height=height))
     return Drawn((table(board, ranked, values), *figures), problems=tuple(problems))
 

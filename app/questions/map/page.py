@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import streamlit as st
 
 from binade.app.draw import show as show_items
+from binade.app.draw.components import inline
 from binade.app.draw.figure import Figure, Table, Text
 from binade.app.draw.formatting import plain
 from binade.app.draw.style import MEASURES
@@ -53,13 +52,6 @@ from binade.data.words.text import number_text
 LISTED = 9  # exceptions
 BEYOND = Interval(-1000.0, -FAR)
 MOST_LOSSES = 200  # points of the line of losses
-HERE = Path(__file__)
-
-
-@st.cache_resource
-def _component() -> Callable[..., Any]:
-    css, js = (HERE.with_name(f"map.{end}").read_text(encoding="utf-8") for end in ("css", "js"))
-    return st.components.v2.component("binade_map", html='<div class="map"></div>', css=css, js=js)
 
 
 def show(opened: Catalog, view: View, reading: Reading) -> Scope | None:
@@ -112,7 +104,7 @@ def _show(opened: Catalog, view: View, reading: Reading) -> Scope | None:
         open_session.pin_chart("map", map_.title)
         st.session_state["map_pinned"] = True  # the header says so
 
-    result = _component()(
+    result = inline("map", "questions/map/map")(
         key="map", data=data, height="content", on_selected_change=_select, on_iteration_change=_to_iteration,
         on_across_change=_across, on_pin_change=pin,
         **{f"on_{name}_change": lambda: None for name in ("open", "compare", "explore", "advise")},

@@ -13,7 +13,14 @@ from binade.app.measures.map_measure import LAYER
 from binade.app.questions.map import charts
 from binade.app.questions.map.compute import MapRow
 from binade.app.questions.map.question import Map
-from binade.app.questions.shared.distributions import HALVES, distributions, log2_histogram, whole_binades
+from binade.app.questions.shared.distributions import (
+    HALVES,
+    bars,
+    distributions,
+    half_binades,
+    magnitudes,
+    whole_binades,
+)
 from binade.app.questions.shared.families import differences
 from binade.app.questions.shared.operands import along, scores_in
 from binade.app.questions.shared.rounded import Recorded, subject
@@ -104,7 +111,11 @@ def _values(
 
 
 def _from_sketch(opened: Catalog, row: pd.Series, spec: Spec) -> tuple[dict[str, Any] | None, str]:
-    table = log2_histogram(distributions(opened, Filter(), None, [str(row["tensor_id"])]))
+    whole = next(iter(distributions(opened, Filter(), None, [str(row["tensor_id"])])), None)
+    if whole is None:
+        return None, "No histogram: this tensor has neither values nor a sketch."
+    nonzero = magnitudes(whole)
+    table = bars(*half_binades(nonzero.low, nonzero.high, nonzero.count), total=whole.total)
     return _histogram(spec, table, "all values, from the sketch")
 
 
@@ -119,11 +130,11 @@ def _histogram(spec: Spec, table: pd.DataFrame, what: str) -> tuple[dict[str, An
         table = whole_binades(table)
     left = table["low"] < low
     beyond = float((table["share"] * (table["high"] - table["low"]))[left].sum())
-    bars = table.loc[~left, ["low", "high", "share"]].round(6)
+    shown = table.loc[~left, ["low", "high", "share"]].round(6)
     return {
         "low": low,
         "high": high,
-        "bars": bars.to_numpy().tolist(),
+        "bars": shown.to_numpy().tolist(),
         "flushed_below": low_edge,
         "saturated_above": high_edge,
         "ticks": [[tick, power_of_two(tick)] for tick in charts.ticks(low, high) if tick == round(tick)],

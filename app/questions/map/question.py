@@ -17,7 +17,7 @@ from binade.app.measures.effect import PARITY, parity_of
 from binade.app.measures.map_measure import ITERATION, LAYER, CellQuery, MapMeasure
 from binade.app.measures.registry import MAP_MEASURES
 from binade.app.measures.values import ERRORS, computed
-from binade.app.questions.map import charts, compute, ranking
+from binade.app.questions.map import charts, compute
 from binade.app.questions.map.compute import MapRow
 from binade.app.questions.map.standing_out import Headline, broken, cause_of, headline
 from binade.app.questions.question import Question
@@ -123,7 +123,7 @@ class Map:
 
     @cached_property
     def worst_first(self) -> pd.DataFrame:
-        """The cells, worst first, with place (their name), rank from 1, and operation (their GEMM)."""
+        """The cells, worst first, with place (their name) and rank from 1."""
         word = "L" if self.across == LAYER else "iteration "
         names = {row.key: charts.label(row) for row in self.rows}
         bad = self.table["value"].astype(float) * (-1 if self.measure.low_is_bad else 1)
@@ -131,8 +131,7 @@ class Map:
             ["shade", "bad"], ascending=False, na_position="last", kind="stable", ignore_index=True
         ).drop(columns="bad")  # fmt: skip
         place = word + table[self.across].astype(str) + " " + table["row"].map(names) + ", " + table["gemm"]
-        operation = table["gemm"].where(table["gemm"].isin(("forward", OTHER)), "backward")
-        return table.assign(place=place, operation=operation, rank=range(1, len(table) + 1))
+        return table.assign(place=place, rank=range(1, len(table) + 1))
 
 
 def within(opened: Catalog, where: Filter, values: Mapping[str, Any]) -> Filter:
@@ -256,7 +255,7 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     tables = places(map_), Table("kinds", map_.kinds, columns_of(map_))
     left_out = (map_.left_out,) * bool(map_.left_out)
     extra = extra_of(map_, map_.chosen(values["cell"] or ""))
-    items = (figure, *([extra] if extra else []), ranked(map_, scope), *tables)
+    items = (figure, *([extra] if extra else []), *tables)
     return Drawn(items, answer, left_out, used_by(map_))
 
 
@@ -269,17 +268,6 @@ def used_by(map_: Map) -> Scope:
     """Each cell is an operand of a GEMM: a tensor that two GEMMs take has two."""
     alone = bool((map_.table["tensors"] == 1).all()) and not map_.color.interval
     return Scope(map_.where, ((len(map_.table), map_.of if alone else "cell"),))
-
-
-def ranked(map_: Map, scope: str) -> Figure:
-    """The worst cells as bars."""
-    table = map_.worst_first
-    few = f"{min(len(table), ranking.BARS)} of {len(table):,} cells · {scope}"
-    chart = ranking.ranking(table, map_.measure, f"{map_.title}, worst first", few, map_.color.between)
-    return Figure(
-        "ranking", chart, table.drop(columns=["shade"]), source(map_.where, f"{len(table):,} cells"),
-        hint="Click a bar to open its worst tensor.", height=ranking.height(table), choose="tensor_id",
-    )  # fmt: skip
 
 
 def places(map_: Map) -> Table:

@@ -13,8 +13,9 @@ from binade.app.draw.figure import Column, Drawn, Figure, Table
 from binade.app.draw.style import MEASURES
 from binade.app.questions.question import Question
 from binade.app.questions.shared import distribution_charts, distributions, laws
-from binade.app.questions.shared.distribution_charts import LAW_TITLES
+from binade.app.questions.shared.distribution_charts import LAW_NAMES, LAW_TITLES, looks_of
 from binade.app.questions.shared.distributions import Distribution
+from binade.app.questions.shared.quantile_plots import against_law, points_of
 from binade.app.questions.shared.selection import Of, SelectedTensor
 from binade.app.view.params import One
 from binade.data.compare.evidence import SHARE, Measure, Sentence, exact, leaders, listed, say, together
@@ -25,6 +26,7 @@ COLUMNS = {
     "ks": Column("KS", ".4f"),
     "parameters": Column("Fitted"),
 }
+LAW_SCALES = {"normal": "σ", "laplace": "scale b", "student_t": "scale", "uniform": "half width"}
 LAW = Control(name="law", label="Distribution", param=One(laws.LAWS), titles=LAW_TITLES)
 
 
@@ -45,21 +47,25 @@ def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
 def _against_law(selected: SelectedTensor, whole: Distribution, law: str, precision: str) -> Drawn:
     nonzero = laws.nonzero(whole)
     table = laws.laws_table(nonzero)
-    points = laws.qq([nonzero], law)
+    plot = against_law(whole, law)
+    points = points_of([plot])
     if points.empty:
         return Drawn(problems=("No Q–Q plot: all values are equal.",))
     zeros = whole.total - nonzero.total
     verdict = together(_fits(table, nonzero.total), _tails(selected.row, nonzero, table), _zeros(zeros, whole.total))
     fitted = laws.fit(nonzero, law)
     note = f"Fitted {LAW_TITLES[law]}: {fitted.text if fitted else 'none'}."
-    note += " Dashed: the fitted law. Dotted: through the quartiles, which the tails do not move."
+    note += " Dashed: the fitted law."
     note += f" The {zeros:,} zeros are left out." if zeros else ""
     if law == "student_t":
         note += f" ν is chosen so that the plot is straightest over {laws.FIT_POINTS} quantiles, 0.25% to 99.75%."
     caption = f"{selected.source(precision)}\nQuantiles against a {LAW_TITLES[law]}. {note}"
     chart = distribution_charts.qq(
-        points, f"{precision} · {counted(nonzero.total, 'value')} · {selected.label}", "tensor", law=law
-    )
+        points, f"Q–Q against {LAW_NAMES[law]}", f"{LAW_NAMES[law]} ({LAW_SCALES[law]})",
+        [(plot.group, plot.above, plot.below)],
+        f"{precision} · {counted(nonzero.total, 'value')} · {selected.label}", fitted=True,
+        **looks_of([plot.group], "tensor"),
+    )  # fmt: skip
     figure = Figure("qq", chart, points, caption, note=note, height=420, group="law")
     title = "**Fit of each distribution**"
     note = "KS: the largest difference between the two cumulative distributions; 0: identical, 1: no overlap."

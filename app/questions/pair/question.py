@@ -16,8 +16,10 @@ from binade.app.questions.pair import compute
 from binade.app.questions.pair.compute import Between
 from binade.app.questions.pair.three_way import ThreeWay, table_of, three_way_of
 from binade.app.questions.question import Question
-from binade.app.questions.shared import distribution_charts, distributions, laws
+from binade.app.questions.shared import distribution_charts, distributions
+from binade.app.questions.shared.distribution_charts import looks_of
 from binade.app.questions.shared.distributions import Distribution
+from binade.app.questions.shared.quantile_plots import against_other, points_of
 from binade.app.questions.shared.runs import FIELDS_OF_RUNS, given_names
 from binade.app.questions.shared.selection import Of, SelectedTensor, listed
 from binade.app.questions.why.charts import rows_by_columns
@@ -150,21 +152,26 @@ def _heat(between: Between, selected: SelectedTensor, source: str) -> Figure:
 
 def _magnitudes(lie: list[Distribution], source: str) -> list[Figure]:
     """The distributions on shared axes."""
-    table = distributions.log2_histogram([distribution for distribution in lie if distribution.total])
+    table = distributions.log2_histogram(lie)
     if table.empty:
         return []
-    chart = distribution_charts.histogram(table, "zeros have no magnitude", "tensor")
+    chart = distribution_charts.magnitudes(table, "tensor", "zeros have no magnitude")
     caption = f"{source}\nShares of all values per binade; zeros have no magnitude."
     return [Figure("magnitudes", chart, table, caption, height=400, group="values", width=1.4)]
 
 
 def _quantiles(lie: list[Distribution], source: str) -> list[Figure]:
-    """The quantiles of this tensor against those of the other."""
-    if not all(distribution.total for distribution in lie):
+    """The quantiles of this tensor against those of the other, both over the standard deviation of this one."""
+    plot = against_other(lie[0], lie[1], "the other tensor")
+    points = points_of([plot])
+    if points.empty:
         return []
-    points = laws.qq_between(lie[0], lie[1])
-    chart = distribution_charts.qq_between(points, "dashed: equal distributions", "tensor", "the other tensor")
-    caption = f"{source}\nQuantiles against those of the other tensor."
+    beyond = [(plot.group, plot.above, plot.below)]
+    chart = distribution_charts.qq(
+        points, "Q–Q against the other tensor", "the other tensor; ÷ σ of this one", beyond,
+        "dashed: equal distributions; zeros left out", fitted=True, **looks_of([plot.group], "tensor"),
+    )  # fmt: skip
+    caption = f"{source}\nQuantiles of the nonzero values against those of the other tensor, over σ of this one."
     return [Figure("qq", chart, points, caption, height=330, group="places")]
 
 

@@ -73,11 +73,6 @@ def costs(
     return plot.layers(f"Mean gap to {base}", subtitle, *bars)
 
 
-def costs_height(table: pd.DataFrame) -> int:
-    """Height of the costs in pixels."""
-    return 130 + 28 * len(table)
-
-
 AGREEMENT = {
     "cosine": ("Cosine to bf16’s gradient", "cosine (1: same direction)"),
     "relative_squared_error": ("Relative squared error", "‖ĝ−g‖² / ‖g‖² (0: identical)"),
@@ -95,11 +90,6 @@ def agreement(table: pd.DataFrame, column: str, subtitle: str | list[str], looks
         tips={"group": "run", "place": "gradient", column: (name, ".5~g"), "tensors": "tensors"},
     )  # fmt: skip
     return plot.layers(name, subtitle, points)
-
-
-def agreement_height(table: pd.DataFrame) -> int:
-    """Height of the dots in pixels."""
-    return 130 + 24 * table["place"].nunique() + style.legend_height(style.groups_of(table))
 
 
 def ladder(table: pd.DataFrame, seeds: pd.DataFrame, name: str) -> Chart:
@@ -129,8 +119,3 @@ def ladder(table: pd.DataFrame, seeds: pd.DataFrame, name: str) -> Chart:
 
 TOLD, NOT_TOLD = "distinguishable", "not distinguishable"
 LADDER = {"bf16": style.GREY, TOLD: style.PALETTE[3], NOT_TOLD: style.PALETTE[0]}
-
-
-def ladder_height(table: pd.DataFrame) -> int:
-    """Height of the rungs in pixels."""
-    return 180 + 34 * len(table)

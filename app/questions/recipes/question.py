@@ -17,12 +17,11 @@ from binade.app.draw.figure import Column, Drawn, Figure, Item, Table, Text, sou
 from binade.app.draw.style import MEASURES
 from binade.app.questions.question import Question
 from binade.app.questions.recipes import charts
-from binade.app.questions.shared.event_marks import with_events
+from binade.app.questions.shared.event_marks import marked, marked_events
 from binade.app.questions.shared.labels import thinned, thinned_note
 from binade.app.questions.shared.runs import every_run, references_of, run_looks, run_titles, some_runs
 from binade.app.questions.shared.scope import Scope
 from binade.app.questions.shared.selection import Selection
-from binade.app.questions.shared.unscaled import with_scale
 from binade.app.view.params import One, Whole
 from binade.collector.recipes.ladder import ladders
 from binade.data.compare import comparison, evidence, loss_gaps
@@ -50,7 +49,7 @@ from binade.data.words.fields import Field
 from binade.data.words.filter import Filter
 from binade.data.words.names import name_of, product_name
 from binade.data.words.text import counted
-from binade.quant.formats import BF16, FORMATS
+from binade.quant.formats import BF16
 
 NOTE = (
     "Runs are compared with the bf16 run of the same model, data, seed and warm-up, iteration by iteration. "
@@ -240,11 +239,13 @@ def cost(opened: Catalog, where: Filter, table: pd.DataFrame, base: str = BF16) 
     looks = {recipe.label: look[recipe.runs[0]] for recipe in recipes}
     configs = opened.runs().set_index("run_id")["config"]
     chart = charts.costs(bars, "mean over the iterations that both have, and seeds", looks, base)
-    height = charts.costs_height(bars)
+    height = 130 + 28 * len(bars)
     note = ONE_SEED if any(recipe.gap.n == 1 for recipe in recipes) else ""
     figures = [Figure("costs", chart, bars, caption, note=note, height=height, group="cost")]
     if not compared.gaps.empty:
-        figures.append(_gaps_figure(compared, drawn, looks, base, caption, height))
+        figure = _gaps_figure(compared, drawn, looks, base, caption, height)
+        events = marked_events(opened, {recipe.label: recipe.run_id for recipe in drawn})
+        figures.append(replace(figure, chart=marked(figure.chart, events, figure.table["iteration"])))
     every = with_effects(opened, compared)
     missing = [Text(compared.unknown)] if compared.unknown else []
     items: tuple[Item, ...] = (*figures, Table("recipes", every, _known(every)), *missing)
@@ -252,8 +253,7 @@ def cost(opened: Catalog, where: Filter, table: pd.DataFrame, base: str = BF16) 
     measured = measured_sentence(opened, compared) if base == BF16 else ""
     runs = table[table["run_id"].isin([run for recipe in recipes for run in recipe.runs])]
     used = used_by(opened, runs, ((len(recipes), "recipe"),))
-    answer = Drawn(items, evidence.together(compared.verdict, measured, caveat), left_out(table), used)
-    return with_events(answer, opened, Filter(run_id=tuple(recipe.run_id for recipe in drawn)))
+    return Drawn(items, evidence.together(compared.verdict, measured, caveat), left_out(table), used)
 
 
 def _gaps_figure(
@@ -328,10 +328,6 @@ def gradients(
         evidence.extreme(cosine, label, lowest=True),
         evidence.each_of([item for item in squared if item[0] in lowest], "Relative squared error"),
     )
-    worst = by_run.sort_values("cosine").iloc[0]
-    unscaled = [name for name in FORMATS if with_scale(name)]
-    if runs.loc[runs["label"] == worst["group"], list(PARTS)].isin(unscaled).any(axis=None):
-        verdict = evidence.together(verdict, _with_scale(str(worst["group"]), cosine, runs))
     what = f"{len(together):,} pairs of {name} tensors, iteration {at}, exact"
     caption = (
         f"{source(where, what)}\nCosine: {MEASURES['cosine'].definition}, where x is bf16’s gradient of the same "
@@ -339,7 +335,7 @@ def gradients(
         "tensors: the median."
     )
     subtitle = f"{label_of(name)} · iteration {at} · {len(together):,} pairs"
-    height = charts.agreement_height(summary)
+    height = 130 + 24 * summary["place"].nunique() + style.legend_height(style.groups_of(summary))
     looks = run_looks(table)
     figures = []
     for column in COMPARED:
@@ -385,7 +381,7 @@ def ladder(
         f"iteration, mean over the iterations, in nats per token.\n{JUDGED}"
     )
     chart = charts.ladder(rungs, answer.seeds, chosen.name)
-    figure = Figure("ladder", chart, rungs, caption, note=JUDGED, height=charts.ladder_height(rungs))
+    figure = Figure("ladder", chart, rungs, caption, note=JUDGED, height=180 + 34 * len(rungs))
     shown = Table("ladder", rungs, columns)
     used = used_by(opened, runs, ((len(rungs), "rung"),))
     return Drawn((figure, shown, *map(Text, answer.notes)), answer.verdict, answer.problems, used)
@@ -402,17 +398,6 @@ def _of_runs(by_run: pd.DataFrame, name: str) -> list[evidence.Named]:
     ends = {name: "value", f"{name}_low": "low", f"{name}_high": "high"}
     rows = by_run[["group", "tensors", *ends]].rename(columns=ends).dropna(subset=["value"]).to_dict("records")
     return [(str(row["group"]), evidence.spread(MEASURES[name], row)) for row in rows]
-
-
-def _with_scale(worst: str, cosine: list[evidence.Named], runs: pd.DataFrame) -> evidence.Sentence:
-    """What the gradients of the hifp8_scaled run show, if there is one."""
-    scaled = set(runs.loc[runs["recipe"] == "hifp8_scaled", "label"])
-    counterpart = next((named for named in cosine if named[0] in scaled), None)
-    if counterpart is None:
-        text = "{worst} rounds to HiFloat8 without a scale: to see it with one, collect the recipe hifp8_scaled."
-        return evidence.say(text, worst=worst)
-    text = "{worst} rounds to HiFloat8 without a scale; with one, {scaled} has a cosine of {cosine}."
-    return evidence.say(text, worst=worst, scaled=counterpart[0], cosine=counterpart[1])
 
 
 def rounds_to_e5m2(runs: pd.DataFrame) -> bool:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, replace
-from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import streamlit as st
 
+from binade.app.draw.components import inline
 from binade.app.draw.formatting import bytes_text, plain
 from binade.app.frame import address
 from binade.app.frame.state import explain_empty
@@ -31,14 +30,7 @@ from binade.data.words.text import counted, one_line
 
 MOST_EVENTS = 200  # that are shown
 MOST_RUNS = 200  # whose events are read
-HERE = Path(__file__)
 KEY = "runs"  # of the component
-
-
-@st.cache_resource
-def _component() -> Callable[..., Any]:
-    css, js = (HERE.with_name(f"table.{end}").read_text(encoding="utf-8") for end in ("css", "js"))
-    return st.components.v2.component("binade_runs", html='<div class="runs"></div>', css=css, js=js)
 
 
 def show(opened: Catalog, view: View, reading: Reading) -> None:
@@ -80,7 +72,7 @@ def _show(opened: Catalog, view: View, reading: Reading) -> None:
         "drawn": [*drawn, *(group.key for group in groups_of(opened) if not drawn.isdisjoint(group.runs))],
         "said": _said(runs),
     }  # fmt: skip
-    result = _component()(
+    result = inline("runs", "questions/runs/table")(
         key=KEY, data=data, height="content", on_picked_change=lambda: _pick(table["usual"]), on_go_change=lambda: None
     )
     if result.go:

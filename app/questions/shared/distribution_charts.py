@@ -1,126 +1,20 @@
-"""Distributions of values: histograms, Q-Q plots and box plots."""
+"""Distributions of values: histograms, Q–Q plots and box plots."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from binade.app.draw import plot, style
 from binade.app.draw.figure import Chart
+from binade.app.questions.shared.quantile_plots import LIMIT
 
-
-def _outline(table: pd.DataFrame) -> pd.DataFrame:
-    """The bins of each group as the corners of a line that steps after each: down to 0 in gaps and at both ends."""
-    table = table.iloc[pd.factorize(table["group"])[0].argsort(kind="stable")]
-    columns = {str(name): column.to_numpy() for name, column in table.items()}
-    group, low, high = (columns[name] for name in ("group", "low", "high"))
-    first = np.append(True, group[1:] != group[:-1])
-    last = np.append(first[1:] | (high[:-1] < low[1:] - 1e-9 * np.abs(high[:-1])), True)
-    at = np.append(np.flatnonzero(last) + 1, np.flatnonzero(first))
-    place = np.append(high[last], low[first])
-    corners: dict[str, Any] = {"group": np.append(group[last], group[first]), "low": place, "high": place}
-    return pd.DataFrame({name: np.insert(column, at, corners.get(name, 0.0)) for name, column in columns.items()})
-
-
-def histogram(
-    table: pd.DataFrame, subtitle: str | list[str], by: str, groups: list[str] | None = None,
-    place: style.Place | None = None,
-) -> Chart:  # fmt: skip
-    """Draws distributions.log2_histogram. groups: those of the charts next to it, so that colors agree. place: of the
-    legend.
-
-    One group is drawn as filled bars, several as outlines, since overlapping bars are hard to read.
-    """
-    groups = groups or style.groups_of(table)
-    share = "share of values per binade"
-    title = style.title("Distribution of magnitudes", explained(subtitle, table))
-    tips: dict[str, plot.Tip] = {"low": ("log₂ from", ".3~f"), "high": ("log₂ to", ".3~f"), "share": (share, ".3~p")}
-    places: plot.Look = {
-        "x": plot.x("low", "log₂ |value| (binades)", style.binades("|value|"), nice=False, zero=False),
-        "y": plot.y("share", share, {"format": "~%", "tickCount": 5}).stack(None),
-    }
-    place = place or style.free_place(table["low"].to_numpy(float), table["share"].to_numpy(float), groups)
-    color = style.color(groups, by, line=True, place=place)
-    if len(groups) == 1:
-        drawn = plot.steps(table, high="high", color=color, clip=True, tips=tips, **places)
-    else:
-        drawn = plot.mark(
-            "line", _outline(table), color=color, strokeDash=style.dash(groups, by, place), clip=True,
-            interpolate="step-after", tips={"group": by} | tips, **places,
-        )  # fmt: skip
-    return style.brushed(drawn, groups, "low", IN_BIN, title, place, "datum.share * (datum.high - datum.low)")
-
-
-def explained(subtitle: str | list[str], table: pd.DataFrame) -> str | list[str]:
-    """The subtitle, with an explanation of shares per binade above 100% if there are any."""
-    if not (table["share"] > 1).any():
-        return subtitle
-    dense = "shares per binade are densities: they exceed 100% where values crowd into part of a binade"
-    return [*([subtitle] if isinstance(subtitle, str) else subtitle), dense]
-
-
+LOG2, LINEAR = "Distribution of magnitudes", "Distribution of values"
 EQUAL: dict[str, Any] = {"strokeDash": [5, 4], "color": style.GREY, "strokeWidth": 1.5}  # the line of equal quantiles
 LAW_TITLES = {"normal": "normal", "laplace": "Laplace", "student_t": "Student’s t", "uniform": "uniform"}
-LAW_SCALES = {"normal": "σ", "laplace": "scale b", "student_t": "scale", "uniform": "half width"}
-
-
-def qq(table: pd.DataFrame, subtitle: str | list[str], by: str, law: str = "normal") -> Chart:
-    """Chart of laws.qq, with the line on which values that follow the law lie."""
-    name, scale = LAW_TITLES[law], LAW_SCALES[law]
-    centre = "mean" if law == "normal" else "location"
-    titles = (f"{name} quantile ({scale})", f"value − {centre} ({scale})", f"{name} ({scale})", f"values ({scale})")
-    title = style.title(f"Q–Q against a {name}", subtitle)
-    chart = _qq(table, by, titles, title)
-    if len(table["group"].unique()) != 1:
-        return chart
-    line = plot.mark("line", quartile_line(table), x="x", y="y", **EQUAL | {"strokeDash": [1, 3]})
-    return plot.layers(title, "", line, chart)
-
-
-def quartile_line(table: pd.DataFrame) -> pd.DataFrame:
-    """The line through the first and the third quartile of laws.qq of one group: columns x, y, its two ends. It stops
-    where the values do."""
-    below = table["share"].cumsum() - table["share"] / 2
-    (x1, x2), (y1, y2) = (np.interp([0.25, 0.75], below, table[name]) for name in ("theoretical", "sample"))
-    if not x2 > x1:
-        return pd.DataFrame({"x": [], "y": []})
-    slope, ends = (y2 - y1) / (x2 - x1), table["theoretical"].agg(["min", "max"]).to_numpy(float)
-    low, high = float(table["sample"].min()), float(table["sample"].max())
-    if slope > 0:
-        ends = np.clip(ends, x1 + (low - y1) / slope, x1 + (high - y1) / slope)
-    return pd.DataFrame({"x": ends, "y": y1 + slope * (ends - x1)})
-
-
-def qq_between(table: pd.DataFrame, subtitle: str | list[str], by: str, other: str) -> Chart:
-    """Chart of laws.qq_between, with the line for two equal distributions."""
-    titles = (f"quantile of {other}", "quantile of the values", "the other", "values")
-    return _qq(table, by, titles, style.title(f"Q–Q against {other}", subtitle))
-
-
-def _qq(table: pd.DataFrame, by: str, titles: tuple[str, str, str, str], title: style.Title) -> Chart:
-    groups = style.groups_of(table)
-    ends = [float(table["theoretical"].min()), float(table["theoretical"].max())]
-    on_line = np.linspace(ends[0], ends[1], 20)
-    x, y = (np.append(table[name].to_numpy(float), on_line) for name in ("theoretical", "sample"))
-    place = style.free_place(x, y, groups)
-    tips: dict[str, plot.Tip] = {"group": by} if len(groups) > 1 else {}
-    points = plot.mark(
-        "point", table, size=18, opacity=0.8,
-        x=plot.x("theoretical", titles[0], {"tickCount": 8}, nice=False, zero=False),
-        y=plot.y("sample", titles[1], {"tickCount": 5}, zero=False),
-        color=style.color(groups, by, place=place), shape=style.shape(groups, by, place),
-        tips=tips | {"theoretical": (titles[2], ".4~g"), "sample": (titles[3], ".4~g")},
-    )  # fmt: skip
-    drawn = style.brushed(points, groups, "theoretical", IN_QQ, title, place)
-    return plot.layers(title, "", plot.diagonal(*ends, **EQUAL), drawn)
-
-
-# The part of a row that lies in the range `at`, see style.brushed.
-OVERLAP = "max(0, min(datum.high, at[1]) - max(datum.low, at[0]))"
-IN_BIN = f"datum.high > datum.low ? {OVERLAP} / (datum.high - datum.low) : 0"
-IN_QQ = "at[0] <= datum.theoretical && datum.theoretical <= at[1] ? 1 : 0"
+LAW_NAMES = {"normal": "a normal", "laplace": "a Laplace", "student_t": "Student’s t", "uniform": "a uniform"}
 BOX_TITLES = {
     "min": "minimum",
     "p0_1": "0.1%",
@@ -130,6 +24,102 @@ BOX_TITLES = {
     "p99_9": "99.9%",
     "max": "maximum",
 }
+
+
+def looks_of(groups: list[str], by: str, own: style.Looks | None = None, line: bool = True) -> plot.Look:
+    """The channels of groups, with a legend above the plot, of lines or of points."""
+    return {
+        "color": style.color(groups, by, line=line, own=own, place="top"),
+        "strokeDash": style.dash(groups, by, "top", own),
+    }
+
+
+def histogram(
+    table: pd.DataFrame,
+    title: str,
+    axis: str,
+    log: bool,
+    low: float | None = None,
+    subtitle: str = "",
+    **look: Any,
+) -> Chart:
+    """Shares of values in bins, as lines that step. table: group, low, share, with a last row of each group, at which
+    its line ends. title: "" if the page has it, and the title of y. log: `low` is log₂ of a magnitude, and the shares
+    are per binade. low: where the axis begins. look: channels of the groups."""
+    words = "share of values per binade" if log else "share of values"
+    domain: plot.Look = {} if low is None else {"domain": [low, float(table["low"].max())]}
+    lines = plot.mark(
+        "line", table, interpolate="step-after", strokeWidth=1.7, clip=True,
+        x=plot.x("low", axis, style.binades(axis) if log else {"tickCount": 8}, nice=False, zero=False, **domain),
+        y=plot.y("share", words if title else None, {"format": "~%", "tickCount": 5}).stack(None),
+        tips={"group": "group", "low": (f"{'log₂ ' * log}from", ".3~f" if log else ".4~g"), "share": (words, ".3~p")},
+        **look,
+    )  # fmt: skip
+    return plot.layers(title, explained(subtitle, table) if title and log else subtitle, lines)
+
+
+def magnitudes(table: pd.DataFrame, by: str, subtitle: str) -> Chart:
+    """Chart of distributions.log2_histogram. by: what the groups are."""
+    return histogram(table, LOG2, "|value| (binades)", True, subtitle=subtitle, **looks_of(style.groups_of(table), by))
+
+
+def explained(subtitle: str | list[str], table: pd.DataFrame) -> str | list[str]:
+    """The subtitle, with an explanation of shares per binade above 100% if there are any."""
+    if not (table["share"] > 1).any():
+        return subtitle
+    dense = "shares per binade are densities: they exceed 100% where values crowd into part of a binade"
+    return [*filter(None, [subtitle] if isinstance(subtitle, str) else subtitle), dense]
+
+
+def qq(
+    table: pd.DataFrame,
+    title: str,
+    axis: str,
+    beyond: Sequence[tuple[str, int, int]] = (),
+    subtitle: str = "",
+    fitted: bool = False,
+    **look: Any,
+) -> Chart:
+    """A Q–Q plot with its line of equal quantiles, cut off at LIMIT. table: group, theoretical, sample, share; beyond:
+    (group, values above, values below). fitted: the axes end where these points do, if that is before LIMIT."""
+    y_title = "quantile of the values" if title else None
+    ticks: plot.Look = {"values": [*range(-12, 13, 4)], "labelOverlap": False}
+    end, top, domain = 5.0, LIMIT, dict[str, Any]()
+    if fitted:
+        end = min(LIMIT, float(table["theoretical"].abs().max()))
+        top = min(LIMIT, 1.05 * max(end, float(table["sample"].abs().max())))
+        ticks, domain = {"tickCount": 7}, {"domain": [-end, end]}
+    points = plot.mark(
+        "point", table, size=16, opacity=0.8, clip=True,
+        tips={"group": "group", "theoretical": ("expected", ".4~g"), "sample": ("value", ".4~g"),
+              "share": ("values below", ".4~%")},
+        x=plot.x("theoretical", axis, {"tickCount": 7}, nice=False, zero=False, **domain),
+        y=plot.y("sample", y_title, ticks, domain=[-top, top], nice=False),
+        **{name: value for name, value in look.items() if name != "strokeDash"},
+    )  # fmt: skip
+    line = plot.diagonal(-end, end, **EQUAL, clip=True, y=plot.y("y", y_title, ticks))
+    return plot.layers(title, subtitle, line, points, *_beyond(beyond))
+
+
+def _beyond(counts: Sequence[tuple[str, int, int]]) -> list[Chart]:
+    """How many values lie beyond the ends of the axis, in the corners that quantiles, which rise, leave empty."""
+    layers: list[Chart] = []
+    for sign, mark in ((1, "▲"), (2, "▼")):
+        numbers = [count[sign] for count in counts if count[sign]]
+        if not numbers:
+            continue
+        words = (
+            f"{numbers[0]:,}"
+            if len(numbers) == 1
+            else f"{min(numbers):,} to {max(numbers):,} of each of {len(numbers)}"
+        )
+        look: plot.Look = {
+            "align": "left" if sign == 1 else "right", "fontSize": 11, "color": style.GREY,
+            "x": 4 if sign == 1 else {"expr": "width - 4"}, "y": 8 if sign == 1 else {"expr": "height - 8"},
+        }  # fmt: skip
+        text = pd.DataFrame({"text": [f"{mark} {words} beyond {'' if sign == 1 else '−'}{LIMIT:g}"]})
+        layers.append(plot.mark("text", text, text="text", **look))
+    return layers
 
 
 def boxes(table: pd.DataFrame, subtitle: str, by: str, log2: bool = False) -> Chart:

@@ -211,7 +211,8 @@ def _shares(d: Distribution, edges: np.ndarray) -> np.ndarray:
 # Where a binade is divided: a bin of a sketch ends there, so that counts of raw values are exact.
 STEPS = 0.0, math.log2(1.5)
 HALF = STEPS[1]
-HALVES = 40  # binades of which a histogram shows halves; of more, whole ones
+HALVES = 40  # binades of which the panel of the Map shows halves; of more, whole ones
+MOST_BINS = 4000  # of all groups of a histogram in halves of binades; else it has whole ones
 
 
 def edge(index: np.ndarray) -> np.ndarray:
@@ -239,6 +240,34 @@ def _index(log2: np.ndarray) -> np.ndarray:
     return np.asarray((2 * whole + within).round(9))
 
 
+def magnitude_bins(d: Distribution) -> tuple[int, np.ndarray]:
+    """(the number of the first bin of `edge`, the share of all values in each bin, per binade)."""
+    nonzero = magnitudes(d)
+    first, counts = half_binades(nonzero.low, nonzero.high, nonzero.count)
+    widths = np.diff(edge(np.arange(first, first + len(counts) + 1)))
+    return first, counts / max(d.total, 1) / widths
+
+
+def log2_histogram(distributions: list[Distribution]) -> pd.DataFrame:
+    """Shares of values by log₂ of their magnitude: columns group, low (log₂), share (of all values, per binade), high,
+    count, with a last row of each group, at which its line ends. Bins are halves of binades, if these are not too many.
+    Zeros have no logarithm and are left out."""
+    found = [(d, first, shares) for d in distributions for first, shares in [magnitude_bins(d)] if len(shares)]
+    whole = sum(len(shares) for _, _, shares in found) > MOST_BINS
+    tables = []
+    for d, first, shares in found:
+        low = edge(np.arange(first, first + len(shares) + 1))
+        if whole:
+            padded = np.concatenate([[0.0] * (first % 2), shares, [0.0] * ((first + len(shares)) % 2)])
+            shares = padded.reshape(-1, 2) @ np.array([HALF, 1 - HALF])
+            low = first // 2 + np.arange(len(shares) + 1.0)
+        width = np.diff(low, append=low[-1])
+        table = pd.DataFrame({"group": d.group, "low": low, "share": np.append(shares, 0.0), "high": low + width})
+        tables.append(table.assign(count=table["share"] * width * d.total))
+    columns = ["group", "low", "share", "high", "count"]
+    return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=columns)
+
+
 def bars(first: int, counts: np.ndarray, total: int) -> pd.DataFrame:
     """The bins of `half_binades` that have values: columns low, high (log₂), share (of `total` values, per binade),
     count."""
@@ -253,23 +282,6 @@ def whole_binades(table: pd.DataFrame) -> pd.DataFrame:
     area = table["share"] * (table["high"] - table["low"])
     summed = table.assign(share=area).groupby(np.floor(table["low"]), sort=True)[["share", "count"]].sum()
     return summed.reset_index().assign(high=lambda whole: whole["low"] + 1)[["low", "high", "share", "count"]]
-
-
-def log2_histogram(distributions: list[Distribution]) -> pd.DataFrame:
-    """Shares of values by log2 of their magnitude: columns group, low, high (log2), share (of all values,
-    per binade), count. Bins are those of `edge`; zeros have no logarithm and are left out."""
-    counted = []
-    for d in distributions:
-        nonzero = magnitudes(d)
-        if nonzero.total:
-            counted.append((d, *half_binades(nonzero.low, nonzero.high, nonzero.count)))
-    if not counted:
-        return pd.DataFrame(columns=["group", "low", "high", "share", "count"])
-    span = max(first + len(counts) for _, first, counts in counted) - min(first for _, first, _ in counted)
-    halves = [bars(first, counts, d.total) for d, first, counts in counted]
-    tables = [whole_binades(table) if span > 2 * HALVES else table for table in halves]
-    tables = [table.assign(group=d.group) for table, (d, _, _) in zip(tables, counted, strict=True)]
-    return pd.concat(tables, ignore_index=True)[["group", "low", "high", "share", "count"]]
 
 
 BOX_SHARES = np.array([0.0, 0.001, 0.25, 0.5, 0.75, 0.999, 1.0])

@@ -1,4 +1,4 @@
-"""Quantiles of a distribution against those of a law fitted to it, or of another distribution."""
+"""Laws fitted to a distribution, and how close they come."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from binade.data.words.text import number_text
 LAWS = ("normal", "laplace", "student_t", "uniform")
 FIT_POINTS = 199  # quantiles that Student's t is fitted to, 0.25% to 99.75%
 MAX_FREEDOM = 200.0  # degrees of freedom beyond which t is called normal
-COLUMNS = ["group", "theoretical", "sample", "share", "count"]
 
 
 @dataclass(frozen=True)
@@ -130,46 +129,6 @@ def _fit_student(d: Distribution) -> Fit | None:
     freedom = math.exp(best.x)
     slope, middle = np.polyfit(stats.t.ppf(p, freedom), sample, 1)
     return Fit("student_t", float(middle * d.std), float(slope * d.std), freedom) if slope > 0 else None
-
-
-def qq(distributions: list[Distribution], law: str = "normal", points: int = 201) -> pd.DataFrame:
-    """Quantiles against a fitted law: columns group, theoretical, sample, both in the law's scale from its location,
-    and share and count of the values that lie nearest to the point.
-
-    Plotting positions run evenly along the normal axis (along the uniform one for that law), to the outermost value:
-    (rank - 1/2) / n. A distribution on the line y = x follows the law.
-    """
-    tables = []
-    for d in distributions:
-        fitted = fit(d, law)
-        if fitted is None:
-            continue
-        least = min(0.5 / d.total, 0.4)
-        end = stats.norm.isf(least)
-        z = np.linspace(-end, end, points)
-        share = stats.norm.cdf(z) if law != "uniform" else np.linspace(least, 1 - least, points)
-        lower = np.minimum(share, stats.norm.sf(z) if law != "uniform" else 1 - share)
-        theoretical = np.where(z < 0, -1.0, 1.0) * fitted.tail(lower)
-        sample = (quantiles(d, share) - fitted.location) / fitted.scale
-        tables.append(_points(d, theoretical, sample, share))
-    return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=COLUMNS)
-
-
-def _points(d: Distribution, theoretical: np.ndarray, sample: np.ndarray, share: np.ndarray) -> pd.DataFrame:
-    """share: of the values below each point; in the table, of those nearest to it."""
-    nearest = np.diff((share[1:] + share[:-1]) / 2, prepend=0.0, append=1.0)
-    columns = {"theoretical": theoretical, "sample": sample, "share": nearest, "count": nearest * d.total}
-    return pd.DataFrame({"group": d.group, **columns})
-
-
-def qq_between(d: Distribution, other: Distribution, points: int = 201) -> pd.DataFrame:
-    """Quantiles against those of another distribution at the same shares, both in the values' unit: columns as `qq`.
-
-    The shares run as in `qq`, to the outermost value of the smaller of the two. Neither may be empty.
-    """
-    end = stats.norm.isf(min(0.5 / min(d.total, other.total), 0.4))
-    share = stats.norm.cdf(np.linspace(-end, end, points))
-    return _points(d, quantiles(other, share), quantiles(d, share), share)
 
 
 def distance_to(d: Distribution, fitted: Fit) -> float:

@@ -1,9 +1,7 @@
-"""HiFloat8 is meant to be used with a scale: where it is shown without one, these functions say what a scale would
-do."""
+"""HiFloat8 is meant to be used with a scale: where it is shown without one, pages say what a scale would do."""
 
 from __future__ import annotations
 
-from binade.data.compare.evidence import Estimate, Sentence, say
 from binade.quant.specs import Spec
 
 
@@ -12,7 +10,3 @@ def with_scale(spec: Spec | str) -> Spec | None:
     spec = Spec.of(spec)
     without = spec.scale == "none" and "amax8" in spec.format.scale_rules
     return Spec.of(spec, scale="amax8") if without else None
-
-
-def with_scale_it_has(spec: Spec, sqnr: Estimate) -> Sentence:
-    return say("With a tensor scale, {spec}: {sqnr}.", spec=str(spec), sqnr=sqnr)

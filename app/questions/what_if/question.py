@@ -302,13 +302,13 @@ def results(selected: SelectedTensor, made: TrialPlan, tried: Tried, offers: Ite
     about = differences((one.spec for one in made.trials), gradients)
     note = " ".join(filter(None, ("Choose a row to see its format on every page.", about)))
     items.append(Table("trials", rows, COLUMNS, note=note, choose="format"))
-    histogram = log2_histogram([d for d in shown if d.total])
-    if not histogram.empty:
+    bins = log2_histogram(shown)
+    if not bins.empty:
         of = f" · {len(made.ids)} operands together" if len(made.ids) > 1 else ""
-        chart = distribution_charts.histogram(histogram, f"as captured, and rounded to each format{of}", "values")
-        height = 360 + style.legend_height([d.group for d in shown])
+        chart = distribution_charts.magnitudes(bins, "values", f"as captured, and rounded to each format{of}")
+        height = 360 + style.legend_height(style.groups_of(bins), "top")
         words = f"{what}\nShares of all values per binade; zeros have no magnitude."
-        items.append(Figure("trial_histogram", chart, histogram, words, height=height))
+        items.append(Figure("trial_histogram", chart, bins, words, height=height))
     if made.over == "tensor" and scales.fits(selected.row):
         items += _by_scale(selected, made.trials)
     return Drawn(tuple(items), verdict)

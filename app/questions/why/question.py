@@ -17,7 +17,7 @@ from binade.app.questions.question import AS_OPERAND, Question
 from binade.app.questions.shared.axes import KEY, Axes
 from binade.app.questions.shared.rounded import Subject, about_format, coordinates
 from binade.app.questions.shared.selection import Of, SelectedTensor
-from binade.app.questions.shared.unscaled import with_scale, with_scale_it_has
+from binade.app.questions.shared.unscaled import with_scale
 from binade.app.questions.why import charts, compute
 from binade.app.view.params import Interval, Range, Whole
 from binade.data.compare.evidence import SHARE, Measure, Sentence, exact, say, together
@@ -95,7 +95,8 @@ def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
     )  # fmt: skip
     if causes.shares[0] > 0 and (scaled := with_scale(selected.spec)):
         sqnr, _ = total_sqnr(selected, selected.rounded(scaled))
-        verdict = together(verdict, with_scale_it_has(scaled, exact(MEASURES["sqnr_db"], sqnr)))
+        text = "With a tensor scale, {spec}: {sqnr}."
+        verdict = together(verdict, say(text, spec=str(scaled), sqnr=exact(MEASURES["sqnr_db"], sqnr)))
     table = compute.codebook_histogram(subject)
     caption = f"{selected.source(subject.note or 'exact')}\n{about_format(selected.spec)}."
     items: list[Item] = [facts(selected)]

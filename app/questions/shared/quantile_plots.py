@@ -46,7 +46,6 @@ class Quantiles:
     body: float = math.nan
     reach: float = math.nan
     expected: tuple[float, float] | None = None
-    freedom: float | None = None
     problem: str = ""
 
     @property
@@ -74,9 +73,7 @@ def against_law(d: Distribution, law: str) -> Quantiles:
     theoretical = standard_quantiles(fitted, share)
     outside = np.array([-math.log(0.005), -math.log(0.995)]) / values.total / 2  # on each side
     low, high = fitted.tail(np.minimum(outside, 0.4))
-    return _standardized(
-        values, share, theoretical, fitted.location, fitted.scale, (float(low), float(high)), fitted.freedom
-    )
+    return _standardized(values, share, theoretical, fitted.location, fitted.scale, (float(low), float(high)))
 
 
 def against_other(d: Distribution, other: Distribution | None, name: str) -> Quantiles:
@@ -105,7 +102,6 @@ def _standardized(
     location: float,
     scale: float,
     expected: tuple[float, float] | None,
-    freedom: float | None = None,
 ) -> Quantiles:
     sample = (quantiles(d, share) - location) / scale
     middle = ((d.low + d.high) / 2 - location) / scale
@@ -113,7 +109,7 @@ def _standardized(
     body = (share >= BODY[0]) & (share <= BODY[1])
     off = float(np.abs(sample - theoretical)[body].max(initial=0.0))
     reach = float(np.abs([sample[0], sample[-1]]).max())
-    return Quantiles(d.group, theoretical, sample, share, above, below, off, reach, expected, freedom)
+    return Quantiles(d.group, theoretical, sample, share, above, below, off, reach, expected)
 
 
 def points_of(plots: Sequence[Quantiles]) -> pd.DataFrame:
