@@ -111,6 +111,8 @@ def _serve(
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 0
+    except (KeyboardInterrupt, click.Abort):  # click raises Abort for Ctrl-C
+        status = CANCELLED
     sys.stdout.flush()
     sys.stderr.flush()
     # Streamlit's threads keep DuckDB's objects alive; an ordered shutdown would print a page of leak warnings.

@@ -40,7 +40,7 @@ class Command(click.Command):
     """Help is grouped, and by default the callback's docstring. An error that a user can cause gives one line on stderr
     and an exit status, without a traceback.
 
-    cancelled  the message after SIGINT or SIGTERM; catches_signals is False if SIGTERM just ends the process
+    cancelled  the message after SIGINT or SIGTERM; catches_signals is False if SIGTERM ends the process at once
     failed     the text before an error of the operating system
     """
 
@@ -76,8 +76,7 @@ class Command(click.Command):
             self.format_commands(ctx, formatter)
 
     def invoke(self, ctx: click.Context) -> int:
-        if self.catches_signals:
-            catch_signals()
+        catch_signals((signal.SIGTERM, signal.SIGINT) if self.catches_signals else (signal.SIGINT,))
         try:
             status = super().invoke(ctx) or 0
             if sys.stdout is not None:
@@ -189,10 +188,10 @@ def ensure_home() -> None:
         os.environ["HOME"] = str(temporary_cache())
 
 
-def catch_signals() -> None:
-    """Turn the first SIGINT or SIGTERM into KeyboardInterrupt, and ignore further ones while the command cleans up."""
+def catch_signals(caught: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT)) -> None:
+    """Turn the first of these signals into KeyboardInterrupt, and ignore further ones while the command cleans up."""
     sys.unraisablehook = _interrupt_again
-    for signum in (signal.SIGTERM, signal.SIGINT):
+    for signum in caught:
         if signal.getsignal(signum) is not signal.SIG_IGN:
             signal.signal(signum, _interrupt)
 
