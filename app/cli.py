@@ -21,7 +21,7 @@ import click
 from binade.app.report import options
 from binade.data.words.filter import FilterError
 from binade.filter_options import filter_of
-from binade.terminal import BAD_USAGE, CANCELLED, CliOption, Command, fail, line_of, resolve_root, root_option
+from binade.terminal import BAD_USAGE, CANCELLED, CliOption, Command, fail, line_of, one_line, resolve_root, root_option
 
 ARENA_MAX = -8  # M_ARENA_MAX of malloc.h
 
@@ -193,6 +193,8 @@ def _export(root: str | None, session: str, output: Path, values: str) -> int:
         f"{output}: {saved.name}, {written.runs} runs, {written.tensors} tensors, {written.with_values} with "
         f"their values{left}, {written.nbytes:,} bytes"
     )
+    for damaged in written.damaged:
+        print(f"left out: {one_line(damaged)}")
     return 0
 
 
