@@ -172,7 +172,7 @@ def _report(context: click.Context, /, root: str | None, **given: Any) -> int:
         given["papers"],
     )
     try:
-        return writer.run(resolve_root(root), request)
+        return writer.run(resolve_root(root, exists=True), request)
     except OSError as error:
         return fail(writer.no_room(error))
 
@@ -184,7 +184,7 @@ def _export(root: str | None, session: str, output: Path, values: str) -> int:
     from binade.app.sessions import storage
     from binade.data.index.catalog import Catalog
 
-    where = resolve_root(root)
+    where = resolve_root(root, exists=True)
     saved = storage.load(where, session).session
     with Catalog.open(where) as catalog:
         written = storage.export_bundle(catalog, saved, output, values)
@@ -220,6 +220,7 @@ def _list(root: str | None) -> None:
         fail(problem)
 
 
+ZIP = click.Path(exists=True, dir_okay=False, path_type=Path)
 BUNDLE: dict[str, Any] = {"cancelled": "cancelled: no bundle was written or imported", "failed": "the command failed"}
 serve = Command(
     "serve",
@@ -307,7 +308,7 @@ bundle.add_command(
 bundle.add_command(
     Command(
         "import",
-        params=[click.Argument(["file"], type=Path, metavar="FILE.zip"), root_option()],
+        params=[click.Argument(["file"], type=ZIP, metavar="FILE.zip"), root_option()],
         callback=_import,
         help=_import.__doc__,
         **BUNDLE,

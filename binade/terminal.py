@@ -6,6 +6,7 @@ Exit status: 0 done, 1 failed, 2 bad usage, 130 cancelled.
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import re
 import signal
@@ -34,6 +35,12 @@ class CliOption(click.Option):
             settings["help"] = f"{text}  [default: {default}]"
         super().__init__(*names, **settings)
         self.title, self.about = title, about
+
+    def type_cast_value(self, ctx: click.Context, value: Any) -> Any:
+        cast = super().type_cast_value(ctx, value)
+        if isinstance(cast, float) and not math.isfinite(cast):
+            raise click.BadParameter(f"{value!r} is not a finite number", ctx, self)
+        return cast
 
 
 class Command(click.Command):
@@ -109,17 +116,18 @@ def root_option(title: str = "Options") -> CliOption:
     )
 
 
-def resolve_root(given: str | None) -> Path:
-    """The root of the runs, which may not exist yet. Raises RunError."""
-    from binade.data.run.directory import check_usable, resolve_root  # imports pyarrow: --help does not wait for it
+def resolve_root(given: str | None, *, exists: bool = False) -> Path:
+    """The root of the runs. exists: whether it must exist. Raises RunError."""
+    from binade.data.run.directory import check_root, check_usable, resolve_root  # for which --help does not wait
 
-    check_usable(root := resolve_root(given))
+    root = resolve_root(given)
+    (check_root if exists else check_usable)(root)
     return root
 
 
 def usage_message(error: click.UsageError) -> str:
     """Click's message in our form: "no such option '--fast'; see binade run --help"."""
-    message = error.format_message().rstrip(".")
+    message = " ".join(error.format_message().split()).rstrip(".")
     where = error.ctx.command_path if error.ctx else "binade"
     return f"{one_line(message[:1].lower() + message[1:])}; see {where} --help"
 

@@ -17,7 +17,16 @@ from typing import NamedTuple
 from binade.app.sessions import log
 from binade.app.sessions.log import Operation, State, state_of, to_line
 from binade.app.sessions.pins import refreshed, tensors_of, views_of
-from binade.app.sessions.session import ID, LONGEST_FILE, Session, SessionError, new_id, parse, to_json
+from binade.app.sessions.session import (
+    ID,
+    LONGEST_FILE,
+    Session,
+    SessionError,
+    UnknownSessionError,
+    new_id,
+    parse,
+    to_json,
+)
 from binade.data.exchange import bundle
 from binade.data.exchange.bundle import BundleError, BundleImport, BundleTooLargeError, WrittenBundle
 from binade.data.index.cache import Done
@@ -52,7 +61,7 @@ def folder(root: Path) -> Path:
 def _path(root: Path, session_id: str) -> Path:
     """The log of a session. Raises SessionError for a text that is not an ID, and for a link in place of the folder."""
     if not isinstance(session_id, str) or not re.fullmatch(ID, session_id):
-        raise SessionError(f"{str(session_id)[:40]!a} is not a session ID.")
+        raise UnknownSessionError(f"{str(session_id)[:40]!a} is not a session ID.")
     sessions = folder(root)
     for place in (sessions, sessions / session_id):
         if place.is_symlink():
@@ -132,7 +141,9 @@ def load(root: Path, session_id: str) -> Saved:
         return Saved(state, tuple(lost))
     files = sorted(_older(path.with_suffix("")))
     if not files:
-        raise SessionError(f"There is no session {session_id!r} in {root}: it was deleted, or belongs to another root.")
+        raise UnknownSessionError(
+            f"There is no session {session_id!r} in {root}: it was deleted, or belongs to another root."
+        )
     latest = files[-1]  # draft.json, if it exists, is newer than the versions
     try:
         session = parse(read_file(latest, LONGEST_FILE + 1, latest.parent))

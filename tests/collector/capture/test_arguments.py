@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 from torch import nn
@@ -84,20 +85,22 @@ def test_grouped_options(options, argument, value, message):
 )
 def test_what_instrument_refuses_leaves_no_run(argument, value, message, tmp_path):
     arguments = {"model": nn.Sequential(nn.Linear(32, 32)), "recipe": "mxfp8", argument: value}
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         with Recorder(tmp_path) as recorder, instrument(recorder=recorder, **arguments):
             pass
-    assert str(refused.value).startswith(message), str(refused.value)
     assert not any(tmp_path.iterdir())
 
 
 def test_a_recorder_of_another_type():
-    with pytest.raises(ConfigError, match="recorder is 5: expected a Recorder"), instrument(nn.Linear(2, 2), recorder=5):
+    with (
+        pytest.raises(ConfigError, match="recorder is 5: expected a Recorder"),
+        instrument(nn.Linear(2, 2), recorder=5),
+    ):
         pass
 
 
 def test_a_run_that_fails_otherwise_is_kept(tmp_path):
-    with pytest.raises(OSError), Recorder(tmp_path):
+    with pytest.raises(OSError, match="the data is gone"), Recorder(tmp_path):
         raise OSError("the data is gone")
     (run,) = tmp_path.iterdir()
     assert "the data is gone" in (run / "status.json").read_text()
