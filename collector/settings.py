@@ -163,7 +163,8 @@ def check_options(config: object) -> None:
 
 
 def _problem(setting: Declared, value: Any) -> str:
-    option, kind = setting.option, {int: Integral, float: Real}.get(setting.kind, setting.kind)
+    option = setting.option
+    kind: Any = {int: Integral, float: Real}.get(setting.kind, setting.kind)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         return f"{setting.flag} is {value!r}: expected {KINDS[setting.kind]}"
     if option.allowed is not None and value not in option.allowed and not (option.or_path and os.path.exists(value)):

@@ -112,21 +112,8 @@ def instrument(
         RecipeError: The recipe is unknown.
         SelectionError: `skip` or `capture` refers to layers that the model does not have.
     """
-    models = [model] if isinstance(model, nn.Module) else list(model) if isinstance(model, Sequence) else []
-    if not models or not all(isinstance(each, nn.Module) for each in models):
-        raise ConfigError(f"model is a {type(model).__name__}: expected a torch module, or a list of them")
-    check_type("recipe", recipe, Recipe | str | None, "the name of a recipe or a format, or a Recipe")
-    check_type("recorder", recorder, Recorder | None, "a Recorder")
-    if backend not in tuple(BackendName):
-        raise ConfigError(f"backend={backend!r}: expected one of {', '.join(BackendName)}")
-    for name, sites in (("skip", skip), ("capture", capture)):
-        check_type(name, sites, SiteSelection | str | None, "layers, such as 'first,last'")
-    if products != "kernel":
-        check_type("products", products, Mapping, 'a dict of equations by module, or "kernel"')
-        for path, equations in products.items():
-            check_type("a path in products", path, str, "that of a module, as text")
-            check_type(f"the equation of {path} in products", equations, str | Sequence, "text, or a tuple of texts")
-    check_type("scales_of", scales_of, str | Path | None, "the directory of a run")
+    models = _models(model)
+    _check_arguments(recipe, recorder, backend, skip, capture, products, scales_of)
     exclude, cores, seed = words("exclude", exclude), words("cores", cores), whole("seed", seed)
     iterations = None if iterations is None else whole("iterations", iterations)
     requested, recipe = recipe_of(recipe)
@@ -182,6 +169,38 @@ def instrument(
                 recorder.instrumented = instrumented
             undo.callback(recorder.save_state)
         yield
+
+
+def _models(model: object) -> list[nn.Module]:
+    """Raises ConfigError."""
+    models = [model] if isinstance(model, nn.Module) else list(model) if isinstance(model, Sequence) else []
+    if not models or not all(isinstance(each, nn.Module) for each in models):
+        raise ConfigError(f"model is a {type(model).__name__}: expected a torch module, or a list of them")
+    return models
+
+
+def _check_arguments(
+    recipe: object,
+    recorder: object,
+    backend: object,
+    skip: object,
+    capture: object,
+    products: Any,
+    scales_of: object,
+) -> None:
+    """Raise ConfigError for an argument of `instrument` of another type."""
+    check_type("recipe", recipe, Recipe | str | None, "the name of a recipe or a format, or a Recipe")
+    check_type("recorder", recorder, Recorder | None, "a Recorder")
+    if backend not in tuple(BackendName):
+        raise ConfigError(f"backend={backend!r}: expected one of {', '.join(BackendName)}")
+    for name, sites in (("skip", skip), ("capture", capture)):
+        check_type(name, sites, SiteSelection | str | None, "layers, such as 'first,last'")
+    check_type("scales_of", scales_of, str | Path | None, "the directory of a run")
+    if products != "kernel":
+        check_type("products", products, Mapping, 'a dict of equations by module, or "kernel"')
+        for path, equations in products.items():
+            check_type("a path in products", path, str, "that of a module, as text")
+            check_type(f"the equation of {path} in products", equations, str | Sequence, "text, or a tuple of texts")
 
 
 def _check(recipe: Recipe, requested: str, layers: Sequence[Layer]) -> None:

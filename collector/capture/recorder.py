@@ -134,13 +134,7 @@ class Recorder:
         merge: Merge = MERGE,
         enabled: bool | None = None,
     ) -> None:
-        check_type("root", root, str | Path | None, "the path of a directory")
-        check_type("label", label, str, "a string")
-        check_type("config", config, Mapping | None, "a dict")
-        check_type("watch", watch, Watch, "a Watch, such as binade.Watch('every 100 steps')")
-        check_type("merge", merge, Merge, "a Merge, such as binade.Merge('off')")
-        for name, switch in (("evaluation", evaluation), ("enabled", enabled)):
-            check_type(name, switch, bool | None, "True or False")
+        _check_arguments(root, label, config, watch, merge, evaluation, enabled)
         iterations = None if iterations is None else whole("iterations", iterations)
         micro_batches = None if micro_batches is None else whole("micro_batches", micro_batches)
         max_bytes = whole("max_bytes", max_bytes)
@@ -649,6 +643,24 @@ class Recorder:
         """Queue what was captured of the optimizer's step, unless the end of the iteration does it."""
         if self.entered:
             self.session.publish_step()
+
+
+def _check_arguments(*given: object) -> None:
+    """Raise ConfigError for the first of these arguments of a Recorder that is of another type."""
+    for (name, kind, expected), value in zip(
+        (
+            ("root", str | Path | None, "the path of a directory"),
+            ("label", str, "a string"),
+            ("config", Mapping | None, "a dict"),
+            ("watch", Watch, "a Watch, such as binade.Watch('every 100 steps')"),
+            ("merge", Merge, "a Merge, such as binade.Merge('off')"),
+            ("evaluation", bool, "True or False"),
+            ("enabled", bool | None, "True or False"),
+        ),
+        given,
+        strict=True,
+    ):
+        check_type(name, value, kind, expected)
 
 
 def _specs(scores: Sequence[str]) -> tuple[Spec, ...]:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -180,8 +181,7 @@ class Intake:
         for run_id in self._damaged.keys() - still:
             _drop(cursor, run_id)
             _put_runs(cursor, [[*_run_row(changed[run_id].run), self._damaged[run_id].reason]])
-        self._skipped += [damage.reason for damage in self._damaged.values()]
-        self._skipped += [fault for own in faults.values() for fault in own]
+        self._skipped += [*(damage.reason for damage in self._damaged.values()), *chain.from_iterable(faults.values())]
         self._settled = unchanged | {
             run_id: replace(on_disk, faults=tuple(faults.get(run_id, ())))
             for run_id, on_disk in changed.items()
