@@ -88,11 +88,11 @@ def check_type(name: str, value: object, kind: Any, expected: str) -> None:
         raise ConfigError(f"{name} is {shown}: expected {expected}")
 
 
-def whole(name: str, value: object, least: int = 0) -> int:
+def whole(name: str, value: Any, least: int = 0) -> int:
     """A whole number of at least this much. Raises ConfigError for any other argument."""
     expected = f"a whole number, {least} or more"
     check_type(name, value, Real, expected)
-    if isinstance(value, bool) or not isinstance(value, Real) or value % 1 or value < least:
+    if isinstance(value, bool) or value % 1 or value < least:
         raise ConfigError(f"{name} is {value!r}: expected {expected}")
     return int(value)
 
