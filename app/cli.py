@@ -21,7 +21,7 @@ import click
 from binade.app.report import options
 from binade.data.words.filter import FilterError
 from binade.filter_options import filter_of
-from binade.terminal import BAD_USAGE, CANCELLED, CliOption, Command, fail, line_of, resolve_root, root_option
+from binade.terminal import BAD_USAGE, CANCELLED, CliOption, Command, fail, line_of, one_line, resolve_root, root_option
 
 ARENA_MAX = -8  # M_ARENA_MAX of malloc.h
 
@@ -111,6 +111,8 @@ def _serve(
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 0
+    except (KeyboardInterrupt, click.Abort):  # click raises Abort for Ctrl-C
+        status = CANCELLED
     sys.stdout.flush()
     sys.stderr.flush()
     # Streamlit's threads keep DuckDB's objects alive; an ordered shutdown would print a page of leak warnings.
@@ -170,7 +172,7 @@ def _report(context: click.Context, /, root: str | None, **given: Any) -> int:
         given["papers"],
     )
     try:
-        return writer.run(resolve_root(root), request)
+        return writer.run(resolve_root(root, exists=True), request)
     except OSError as error:
         return fail(writer.no_room(error))
 
@@ -182,7 +184,7 @@ def _export(root: str | None, session: str, output: Path, values: str) -> int:
     from binade.app.sessions import storage
     from binade.data.index.catalog import Catalog
 
-    where = resolve_root(root)
+    where = resolve_root(root, exists=True)
     saved = storage.load(where, session).session
     with Catalog.open(where) as catalog:
         written = storage.export_bundle(catalog, saved, output, values)
@@ -191,6 +193,8 @@ def _export(root: str | None, session: str, output: Path, values: str) -> int:
         f"{output}: {saved.name}, {written.runs} runs, {written.tensors} tensors, {written.with_values} with "
         f"their values{left}, {written.nbytes:,} bytes"
     )
+    for damaged in written.damaged:
+        print(f"left out: {one_line(damaged)}")
     return 0
 
 
@@ -216,6 +220,7 @@ def _list(root: str | None) -> None:
         fail(problem)
 
 
+ZIP = click.Path(exists=True, dir_okay=False, path_type=Path)
 BUNDLE: dict[str, Any] = {"cancelled": "cancelled: no bundle was written or imported", "failed": "the command failed"}
 serve = Command(
     "serve",
@@ -303,7 +308,7 @@ bundle.add_command(
 bundle.add_command(
     Command(
         "import",
-        params=[click.Argument(["file"], type=Path, metavar="FILE.zip"), root_option()],
+        params=[click.Argument(["file"], type=ZIP, metavar="FILE.zip"), root_option()],
         callback=_import,
         help=_import.__doc__,
         **BUNDLE,

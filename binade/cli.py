@@ -6,12 +6,11 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import NoReturn
 
 import click
 from click.shell_completion import shell_complete
 
-from binade.terminal import BAD_USAGE, WIDTH, end_process, ensure_home, escape_unknown, fail, usage_message
+from binade.terminal import BAD_USAGE, WIDTH, ensure_home, escape_unknown, fail, usage_message
 
 # On busy cores, OpenMP threads that spin at every barrier slow each other down tenfold; sleeping costs little.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -115,8 +114,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         return fail(f"a command is missing; see {path} --help", BAD_USAGE)
     except click.UsageError as error:
         return fail(usage_message(error), BAD_USAGE)
-
-
-def program() -> NoReturn:
-    """The command as a process of its own."""
-    end_process(main())

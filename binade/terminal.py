@@ -6,6 +6,7 @@ Exit status: 0 done, 1 failed, 2 bad usage, 130 cancelled.
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import re
 import signal
@@ -35,12 +36,18 @@ class CliOption(click.Option):
         super().__init__(*names, **settings)
         self.title, self.about = title, about
 
+    def type_cast_value(self, ctx: click.Context, value: Any) -> Any:
+        cast = super().type_cast_value(ctx, value)
+        if isinstance(cast, float) and not math.isfinite(cast):
+            raise click.BadParameter(f"{value!r} is not a finite number", ctx, self)
+        return cast
+
 
 class Command(click.Command):
     """Help is grouped, and by default the callback's docstring. An error that a user can cause gives one line on stderr
     and an exit status, without a traceback.
 
-    cancelled  the message after SIGINT or SIGTERM; catches_signals is False if SIGTERM just ends the process
+    cancelled  the message after SIGINT or SIGTERM; catches_signals is False if SIGTERM ends the process at once
     failed     the text before an error of the operating system
     """
 
@@ -76,8 +83,7 @@ class Command(click.Command):
             self.format_commands(ctx, formatter)
 
     def invoke(self, ctx: click.Context) -> int:
-        if self.catches_signals:
-            catch_signals()
+        catch_signals((signal.SIGTERM, signal.SIGINT) if self.catches_signals else (signal.SIGINT,))
         try:
             status = super().invoke(ctx) or 0
             if sys.stdout is not None:
@@ -110,17 +116,18 @@ def root_option(title: str = "Options") -> CliOption:
     )
 
 
-def resolve_root(given: str | None) -> Path:
-    """The root of the runs, which may not exist yet. Raises RunError."""
-    from binade.data.run.directory import check_usable, resolve_root  # imports pyarrow: --help does not wait for it
+def resolve_root(given: str | None, *, exists: bool = False) -> Path:
+    """The root of the runs. exists: whether it must exist. Raises RunError."""
+    from binade.data.run.directory import check_root, check_usable, resolve_root  # for which --help does not wait
 
-    check_usable(root := resolve_root(given))
+    root = resolve_root(given)
+    (check_root if exists else check_usable)(root)
     return root
 
 
 def usage_message(error: click.UsageError) -> str:
     """Click's message in our form: "no such option '--fast'; see binade run --help"."""
-    message = error.format_message().rstrip(".")
+    message = " ".join(error.format_message().split()).rstrip(".")
     where = error.ctx.command_path if error.ctx else "binade"
     return f"{one_line(message[:1].lower() + message[1:])}; see {where} --help"
 
@@ -189,10 +196,10 @@ def ensure_home() -> None:
         os.environ["HOME"] = str(temporary_cache())
 
 
-def catch_signals() -> None:
-    """Turn the first SIGINT or SIGTERM into KeyboardInterrupt, and ignore further ones while the command cleans up."""
+def catch_signals(caught: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT)) -> None:
+    """Turn the first of these signals into KeyboardInterrupt, and ignore further ones while the command cleans up."""
     sys.unraisablehook = _interrupt_again
-    for signum in (signal.SIGTERM, signal.SIGINT):
+    for signum in caught:
         if signal.getsignal(signum) is not signal.SIG_IGN:
             signal.signal(signum, _interrupt)
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Collection
 from dataclasses import Field, dataclass, field, fields, replace
 from enum import StrEnum
+from numbers import Integral, Real
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from binade.collector.errors import ConfigError
@@ -20,6 +21,7 @@ METADATA = "option"
 MOST = 10**9  # the default upper limit: a larger count is a typing error
 DEFAULT_SCORES = ("hifp8", "hifp8(scale=amax8)", "mxfp8", "mxfp4", "nvfp4")
 FEW_RANKS = 8
+KINDS: dict[type, str] = {int: "a whole number", float: "a number", bool: "True or False", str: "text"}
 
 
 QUEUEABLE = ("import", "measure", "parity")  # commands that make a run without training it, and can be queued
@@ -162,6 +164,9 @@ def check_options(config: object) -> None:
 
 def _problem(setting: Declared, value: Any) -> str:
     option = setting.option
+    kind: Any = {int: Integral, float: Real}.get(setting.kind, setting.kind)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        return f"{setting.flag} is {value!r}: expected {KINDS[setting.kind]}"
     if option.allowed is not None and value not in option.allowed and not (option.or_path and os.path.exists(value)):
         return f"{setting.flag} {value!r}: expected one of {', '.join(option.allowed)}{', or a path' * option.or_path}"
     if option.pattern is not None and not option.pattern.fullmatch(value):

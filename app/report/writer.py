@@ -131,9 +131,8 @@ def _unchanged(opened: Catalog) -> Iterator[None]:
 def _check(opened: Catalog, request: ReportRequest) -> None:
     runs = opened.runs()
     if not opened.totals().tensors and runs["first_step"].isna().all():
-        problem = "contains neither recorded tensors nor losses" if opened.root.is_dir() else "does not exist"
         advice = "give a directory of runs with --tensor-save-dir, or collect a run with binade quick mxfp8"
-        raise ReportError(f"{opened.root} {problem}: {advice}")
+        raise ReportError(f"{opened.root} contains neither recorded tensors nor losses: {advice}")
     if not opened.totals(request.where).tensors and matching(opened, request.where, runs).empty:
         raise ReportError(f"no tensor matches: {request.where.sentence()}; remove something from the filter")
     if not request.output.absolute().name:

@@ -42,6 +42,12 @@ class SessionError(ValueError):
     exit_status = 1
 
 
+class UnknownSessionError(SessionError):
+    """There is no such session."""
+
+    exit_status = 2
+
+
 @dataclass(frozen=True)
 class Pin(View):
     """A view that is kept: one of its charts by name, or all of it (""), and a caption."""

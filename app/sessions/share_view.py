@@ -78,6 +78,8 @@ def _bundle(opened: Catalog, one: Session, values: str) -> None:
         written = storage.export_bundle(opened, one, folder / "a.zip", values, done, LARGEST)
         if written.left_out:
             st.caption(f"{written.left_out} tensor files are outside their run’s directory and were left out.")
+        for damaged in written.damaged:
+            st.caption(f"Left out: {plain(damaged)}")
 
     _offer("Bundling", make, "a.zip", "Save the bundle ({size})", f"{one.id}.zip", "application/zip")
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from binade.app.sessions import log
 from binade.app.sessions.log import Operation, State, state_of, to_line
 from binade.app.sessions.pins import refreshed, tensors_of, views_of
-from binade.app.sessions.session import ID, Session, SessionError, new_id, parse, to_json
+from binade.app.sessions.session import ID, Session, SessionError, UnknownSessionError, new_id, parse, to_json
 from binade.data.exchange import bundle
 from binade.data.exchange.bundle import BundleError, BundleImport, BundleTooLargeError, WrittenBundle
 from binade.data.index.cache import Done
@@ -48,7 +48,7 @@ def folder(root: Path) -> Path:
 def _path(root: Path, session_id: str) -> Path:
     """The log of a session. Raises SessionError for a text that is not an ID, and for a link in place of the folder."""
     if not isinstance(session_id, str) or not re.fullmatch(ID, session_id):
-        raise SessionError(f"{str(session_id)[:40]!a} is not a session ID.")
+        raise UnknownSessionError(f"{str(session_id)[:40]!a} is not a session ID.")
     sessions = folder(root)
     if sessions.is_symlink():
         raise SessionError(f"{sessions} is {LINK}: replace it by a folder.")
@@ -118,7 +118,9 @@ def load(root: Path, session_id: str) -> Saved:
     """A session. Raises SessionError if it is not there or cannot be read."""
     path = _path(root, session_id)
     if not os.path.lexists(path):
-        raise SessionError(f"There is no session {session_id!r} in {root}: it was deleted, or belongs to another root.")
+        raise UnknownSessionError(
+            f"There is no session {session_id!r} in {root}: it was deleted, or belongs to another root."
+        )
     try:
         state, damaged = log.read(read_file(path, LONGEST, path.parent))
         if state.session.id != session_id:

@@ -33,9 +33,11 @@ from binade.collector.capture.delayed_scales import DelayedScales
 from binade.collector.capture.instrumented import Instrumented
 from binade.collector.capture.kernel.layers import seen_in_kernels
 from binade.collector.capture.observer import Hook
+from binade.collector.capture.options import check_type, whole, words
 from binade.collector.capture.recorder import Recorder
 from binade.collector.capture.step import others, recorded
 from binade.collector.capture.survey import Survey, around_forward, find, without_compiling
+from binade.collector.errors import ConfigError
 from binade.collector.models.attention import CoreBegin
 from binade.collector.models.site import WRAPPERS, Site
 from binade.collector.probes.probe import Finding
@@ -45,6 +47,7 @@ from binade.collector.recipes.ladder import without
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import BF16, Part, Recipe, RecipeError
 from binade.collector.recipes.selection import SiteSelection
+from binade.collector.settings import BackendName
 from binade.data.run.tensor_kinds import Other, Product
 from binade.data.words.text import and_more
 from binade.quant.specs import GemmFormats
@@ -105,11 +108,15 @@ def instrument(
             that is not visible at the start, the first forward pass raises the error, when a module's weight enters a
             GEMM that no adapter intercepts. A forward pass also raises it if the inputs of a recorded layer are in
             float64, or if a CUDA graph captures what is recorded or rounded differently in each pass.
+        ConfigError: An argument is of another type, or the backend is unknown.
         RecipeError: The recipe is unknown.
         SelectionError: `skip` or `capture` refers to layers that the model does not have.
     """
+    models = _models(model)
+    _check_arguments(recipe, recorder, backend, skip, capture, products, scales_of)
+    exclude, cores, seed = words("exclude", exclude), words("cores", cores), whole("seed", seed)
+    iterations = None if iterations is None else whole("iterations", iterations)
     requested, recipe = recipe_of(recipe)
-    models = [model] if isinstance(model, nn.Module) else list(model)
     attention = quantizes_attention(recipe)
     quantizes = recipe.kv_cache is not None or any(part != Part() for part in recipe.every_part())
     in_kernels, show = products == "kernel", _show(recorder) if recorder or quantizes else lambda _: None
@@ -162,6 +169,38 @@ def instrument(
                 recorder.instrumented = instrumented
             undo.callback(recorder.save_state)
         yield
+
+
+def _models(model: object) -> list[nn.Module]:
+    """Raises ConfigError."""
+    models = [model] if isinstance(model, nn.Module) else list(model) if isinstance(model, Sequence) else []
+    if not models or not all(isinstance(each, nn.Module) for each in models):
+        raise ConfigError(f"model is a {type(model).__name__}: expected a torch module, or a list of them")
+    return models
+
+
+def _check_arguments(
+    recipe: object,
+    recorder: object,
+    backend: object,
+    skip: object,
+    capture: object,
+    products: Any,
+    scales_of: object,
+) -> None:
+    """Raise ConfigError for an argument of `instrument` of another type."""
+    check_type("recipe", recipe, Recipe | str | None, "the name of a recipe or a format, or a Recipe")
+    check_type("recorder", recorder, Recorder | None, "a Recorder")
+    if backend not in tuple(BackendName):
+        raise ConfigError(f"backend={backend!r}: expected one of {', '.join(BackendName)}")
+    for name, sites in (("skip", skip), ("capture", capture)):
+        check_type(name, sites, SiteSelection | str | None, "layers, such as 'first,last'")
+    check_type("scales_of", scales_of, str | Path | None, "the directory of a run")
+    if products != "kernel":
+        check_type("products", products, Mapping, 'a dict of equations by module, or "kernel"')
+        for path, equations in products.items():
+            check_type("a path in products", path, str, "that of a module, as text")
+            check_type(f"the equation of {path} in products", equations, str | Sequence, "text, or a tuple of texts")
 
 
 def _check(recipe: Recipe, requested: str, layers: Sequence[Layer]) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Real
+from typing import Any
 
 from binade.collector.capture.watching import WatchOptions
 from binade.collector.errors import ConfigError
@@ -62,13 +64,37 @@ class Merge:
     def __post_init__(self) -> None:
         if self.when not in tuple(MergeRanks):
             raise ConfigError(f"when={self.when!r} of Merge: expected one of {', '.join(MergeRanks)}")
+        check_type("unmerged of Merge", self.unmerged, Iterable, "a tuple of ranks")
+        for rank in self.unmerged:
+            whole("a rank in unmerged of Merge", rank)
+        check_type("ranks of Merge", self.ranks, Ranks | None, "a Ranks")
 
 
-def words(option: str, given: Sequence[str]) -> tuple[str, ...]:
-    """Raises ConfigError for a single string: its letters would be taken as names."""
+def words(option: str, given: Iterable[Any], kind: Any = str) -> tuple[Any, ...]:
+    """Raises ConfigError for a single string, whose letters would be taken as names, and for what is no sequence of
+    names."""
     if isinstance(given, str):
         raise ConfigError(f"{option}={given!r} is a single string: expected a tuple, such as {option}=({given!r},)")
-    return tuple(given)
+    check_type(option, given, Iterable, "a tuple of names")
+    for item in (items := tuple(given)):
+        check_type(f"an item of {option}", item, kind, "a name")
+    return items
+
+
+def check_type(name: str, value: object, kind: Any, expected: str) -> None:
+    """Raise ConfigError unless an argument is an instance of `kind`, a class or a union."""
+    if not isinstance(value, kind):
+        shown = repr(value) if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
+        raise ConfigError(f"{name} is {shown}: expected {expected}")
+
+
+def whole(name: str, value: Any, least: int = 0) -> int:
+    """A whole number of at least this much. Raises ConfigError for any other argument."""
+    expected = f"a whole number, {least} or more"
+    check_type(name, value, Real, expected)
+    if isinstance(value, bool) or value % 1 or value < least:
+        raise ConfigError(f"{name} is {value!r}: expected {expected}")
+    return int(value)
 
 
 def saving_enabled() -> bool:

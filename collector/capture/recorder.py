@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -27,7 +27,7 @@ from binade.collector.capture.evaluations import Evaluations
 from binade.collector.capture.instrumented import Instrumented
 from binade.collector.capture.measure import WORDS, Measurer, RecorderError, check_record, dtype_name, warm_up
 from binade.collector.capture.observer import Observing
-from binade.collector.capture.options import Merge, Watch, saving_enabled, words
+from binade.collector.capture.options import Merge, Watch, check_type, saving_enabled, whole, words
 from binade.collector.capture.policy import Policy
 from binade.collector.capture.rows import Drafts
 from binade.collector.capture.session import Continued, RecordingSession
@@ -39,11 +39,12 @@ from binade.collector.probes.registry import of_a_run
 from binade.collector.ranks import current_ranks
 from binade.collector.settings import DEFAULT_SCORES
 from binade.data.run.columns import Shard
-from binade.data.run.directory import resolve_root
+from binade.data.run.directory import JOB_FILE, resolve_root
 from binade.data.run.evaluations import Twin, add_held_out, add_twin, own_recipe
 from binade.data.run.experiment import ExperimentWriter
 from binade.data.run.rounding_alone import rounding_alone
 from binade.data.run.run_writer import RunWriter
+from binade.data.run.store import remove_directory
 from binade.data.run.tensor_kinds import (
     DEFAULT_MEASURES,
     TENSOR_KINDS,
@@ -55,13 +56,16 @@ from binade.data.run.tensor_kinds import (
     named_places,
     tensor_names,
 )
+from binade.quant.formats import Format, UnknownFormatError
 from binade.quant.gemm import Observed
 from binade.quant.memory import ordinary, without_modes
+from binade.quant.options import SpecError
 from binade.quant.quantizer import DTYPES
 from binade.quant.specs import GemmFormats, Spec
 
 LOG = logging.getLogger("binade")
 NOTABLE = 0.5  # seconds
+REFUSED = (ConfigError, InstrumentError, SpecError, UnknownFormatError)
 WATCH = Watch()
 MERGE = Merge()
 
@@ -95,7 +99,8 @@ class Recorder:
     optimizer, call `step` after each iteration. `with recorder.at(...)` around a micro-batch sets both numbers instead.
 
     The run's final state is "done", "cancelled" after KeyboardInterrupt, or "failed" after any other exception, with
-    the first line of its message. Data captured until then is kept. A Recorder can be entered again after it has
+    the first line of its message. Data captured until then is kept; a call that is refused before the first forward
+    pass, such as `instrument` with an unknown recipe, leaves no run. A Recorder can be entered again after it has
     exited, for another run.
 
     Raises:
@@ -130,6 +135,10 @@ class Recorder:
         merge: Merge = MERGE,
         enabled: bool | None = None,
     ) -> None:
+        _check_arguments(root, label, config, watch, merge, evaluation, enabled)
+        iterations = None if iterations is None else whole("iterations", iterations)
+        micro_batches = None if micro_batches is None else whole("micro_batches", micro_batches)
+        max_bytes = whole("max_bytes", max_bytes)
         self.root = resolve_root(root)
         self.label = label
         self.config = dict(config or {})
@@ -145,10 +154,6 @@ class Recorder:
         self.measures = frozenset(words("measures", measures))
         for name in self.measures.difference(Measure):
             raise ConfigError(f"unknown measure {name!r}: expected one of {', '.join(Measure)}")
-        if not isinstance(watch, Watch):
-            raise ConfigError(f"watch={watch!r}: expected a Watch, such as binade.Watch('every 100 steps')")
-        if not isinstance(merge, Merge):
-            raise ConfigError(f"merge={merge!r}: expected a Merge, such as binade.Merge('off')")
         self.ranks = merge.ranks or current_ranks()
         if not {*merge.unmerged} <= {*range(self.ranks.size)}:
             raise ConfigError(f"unmerged={merge.unmerged} of Merge: the ranks are 0 to {self.ranks.size - 1}")
@@ -255,6 +260,10 @@ class Recorder:
         finally:
             self._probes_of_run.close()  # if an interrupt came first
             self.entered, measurer.run = False, None
+        empty = not measurer.count and not self._trained and not self._continued and self.ranks.size == 1
+        if isinstance(error, REFUSED) and empty and not (self.writer.directory / JOB_FILE).exists():
+            with suppress(OSError):
+                remove_directory(self.writer.directory)
         if kind is None and cause:
             raise cause
         if error is not None:
@@ -637,5 +646,23 @@ class Recorder:
             self.session.publish_step()
 
 
+def _check_arguments(*given: object) -> None:
+    """Raise ConfigError for the first of these arguments of a Recorder that is of another type."""
+    for (name, kind, expected), value in zip(
+        (
+            ("root", str | Path | None, "the path of a directory"),
+            ("label", str, "a string"),
+            ("config", Mapping | None, "a dict"),
+            ("watch", Watch, "a Watch, such as binade.Watch('every 100 steps')"),
+            ("merge", Merge, "a Merge, such as binade.Merge('off')"),
+            ("evaluation", bool, "True or False"),
+            ("enabled", bool | None, "True or False"),
+        ),
+        given,
+        strict=True,
+    ):
+        check_type(name, value, kind, expected)
+
+
 def _specs(scores: Sequence[str]) -> tuple[Spec, ...]:
-    return tuple(dict.fromkeys(Spec.of(name) for name in words("scores", scores)))
+    return tuple(dict.fromkeys(Spec.of(name) for name in words("scores", scores, str | Spec | Format)))

@@ -21,10 +21,10 @@ def _compare(root: str | None, kind: str, output: Path | None) -> None:
     from binade.data.index.catalog import Catalog
     from binade.data.run.directory import RunError
 
-    runs = resolve_root(root)
-    nothing = f"{runs} {'contains no runs that can be read' if runs.is_dir() else 'does not exist'}"
-    if not runs.is_dir() or not any(runs.glob("*/run.json")):  # an index is made only where there is something to index
-        raise RunError(f"{nothing}: give a directory of runs, or collect some with binade batch")
+    runs = resolve_root(root, exists=True)
+    nothing = f"{runs} contains no runs that can be read: give a directory of runs, or collect some with binade batch"
+    if not any(runs.glob("*/run.json")):  # an index is made only where there is something to index
+        raise RunError(nothing)
     try:
         with Catalog.open(runs) as opened:
             for reason in opened.refused:
@@ -37,7 +37,7 @@ def _compare(root: str | None, kind: str, output: Path | None) -> None:
             f"no run in {runs} states its recipe, so there is nothing to compare: import losses with --recipe"
         )
     if not comparisons:
-        raise RunError(f"{nothing}: give a directory of runs, or collect some with binade batch")
+        raise RunError(nothing)
     rows = sum(len(section.compared.recipes) for section in comparisons if section.compared)
     print_or_write(render(comparisons, kind), output, f"{rows} rows")
 

@@ -33,7 +33,7 @@ def _export(
     from binade.data.index.catalog import Catalog  # imports DuckDB
 
     choice = export.Choice(metrics, formats, filter_of(filters))
-    runs_root = resolve_root(root)
+    runs_root = resolve_root(root, exists=True)
     export.check(to, output, choice)
     with Catalog.open(runs_root) as catalog:
         for reason in catalog.refused:

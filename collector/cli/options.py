@@ -183,9 +183,10 @@ class Request:
         if not self.resume:
             return self.plans
         from binade.collector.training.checkpoints import last  # pydantic, as in `read_configs`
-        from binade.data.run.directory import read_run
+        from binade.data.run.directory import check_names, read_run
 
-        run = read_run(root / Path(self.resume).name)
+        check_names(root, [name := Path(self.resume).name])
+        run = read_run(root / name)
         given = self.branches.config if self.branches else next(iter(self.runs), None)
         if given and run.config.get("run_config") != json.loads(json.dumps(asdict(given))):
             if self.branches:

@@ -31,7 +31,7 @@ def _scales(root: str | None, fmt: str, history: int, output: Path | None, **fil
     if output is not None and (output.suffix != ".toml" or output.exists()):
         wrong = "exists" if output.exists() else "does not end in .toml"
         raise ConfigError(f"--output {output} {wrong}: give the path to a new .toml file")
-    with Catalog.open(resolve_root(root)) as catalog:
+    with Catalog.open(resolve_root(root, exists=True)) as catalog:
         for reason in catalog.refused:
             fail(f"skipped: {reason}")
         with quiet():

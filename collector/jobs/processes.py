@@ -36,17 +36,20 @@ class Process:
 
     def send(self, signum: signal.Signals) -> None:
         """Send a signal if this is still the same process."""
-        try:
-            # psutil compares and then signals a number, which may have been reused in between. A handle stays valid.
+        handle = None
+        with suppress(OSError):  # Linux before 5.3, and some containers, have none
+            # A number that was compared may have been reused when it is signalled. A handle stays valid.
             handle = os.pidfd_open(self.pid)
-        except OSError:
-            return
         try:
             if self.alive:
                 with suppress(ProcessLookupError, PermissionError):
-                    signal.pidfd_send_signal(handle, signum)
+                    if handle is None:
+                        os.kill(self.pid, signum)
+                    else:
+                        signal.pidfd_send_signal(handle, signum)
         finally:
-            os.close(handle)
+            if handle is not None:
+                os.close(handle)
 
     @classmethod
     def of(cls, pid: int) -> Process | None:

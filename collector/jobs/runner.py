@@ -11,7 +11,6 @@ So wherever a runner is killed, the next one finds a process of the job, or none
 from __future__ import annotations
 
 import os
-import select
 import shutil
 import signal
 import subprocess
@@ -150,13 +149,13 @@ class Runner:
         return running > 0 or bool(on_cluster)
 
     def rest(self) -> None:
-        """Wait until a child ends, at most for TURN."""
-        handles = [os.pidfd_open(child.pid) for child in self.children.values() if child.poll() is None]
-        try:
-            select.select(handles, [], [], TURN)
-        finally:
-            for handle in handles:
-                os.close(handle)
+        """Wait for TURN, or until the first of the children that run ends."""
+        running = next((child for child in self.children.values() if child.poll() is None), None)
+        if running is None:
+            time.sleep(TURN)
+        else:
+            with suppress(subprocess.TimeoutExpired):
+                running.wait(TURN)
 
     def work_left(self) -> bool:
         self.settled.clear()  # one that added a job may have been killed before it changed queue.json

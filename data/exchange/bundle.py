@@ -32,11 +32,22 @@ from binade.data.exchange.read_tables import UnreadableError, check_readable
 from binade.data.index.cache import Done
 from binade.data.index.catalog import Catalog
 from binade.data.run.access import check_writable
-from binade.data.run.directory import QUEUED, RUNNING, RunError, RunInfo, fingerprint, list_runs, read_run, run_names
+from binade.data.run.directory import (
+    QUEUED,
+    RUNNING,
+    RunError,
+    RunInfo,
+    fingerprint,
+    list_runs,
+    read_run,
+    run_names,
+)
 from binade.data.run.events import EVENT, read_events
-from binade.data.run.experiment import EXPERIMENT, RESULT_FILE, experiment_files
+from binade.data.run.experiment import EXPERIMENT, RESULT_FILE, check_experiment, experiment_files
 from binade.data.run.json_files import sealed
 from binade.data.run.record_kinds import RECORD_KINDS
+from binade.data.run.records import read_lines
+from binade.data.run.run_notes import read_notes
 from binade.data.run.segment import MANIFEST, OPTIONAL, TABLES, SegmentError, manifest, table_files
 from binade.data.run.store import (
     TensorFileError,
@@ -86,13 +97,15 @@ class BundleTooLargeError(BundleError):
 @dataclass(frozen=True)
 class WrittenBundle:
     """The content of a bundle: the number of runs, of rows of tensors, of tensors with values, of chosen ones whose
-    values are not in their run's directory and were left out, and the archive's bytes."""
+    values are not in their run's directory and were left out, the archive's bytes, and which damaged records were left
+    out."""
 
     runs: int
     tensors: int
     with_values: int
     left_out: int
     nbytes: int
+    damaged: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -155,7 +168,9 @@ def write(
                 archive.writestr(name, content, zipfile.ZIP_DEFLATED)
     except (RunError, SegmentError, TensorFileError, OSError, pa.ArrowException) as error:
         raise BundleError(f"The bundle {target} cannot be written: {describe(error)}.") from error
-    return WrittenBundle(len(runs), plan.tensors, plan.with_values, plan.left_out, target.stat().st_size)
+    return WrittenBundle(
+        len(runs), plan.tensors, plan.with_values, plan.left_out, target.stat().st_size, tuple(plan.damaged)
+    )
 
 
 def _bundled(root: Path, run_id: str) -> RunInfo:
@@ -182,6 +197,7 @@ class _Plan:
     tensors: int = 0
     with_values: int = 0
     left_out: int = 0
+    damaged: list[str] = field(default_factory=list)
 
     def add(self, run: RunInfo, wanted: set[str] | None) -> None:
         """Add the files of a run."""
@@ -213,17 +229,39 @@ class _Plan:
             known = zip(paths, table["sha256"].to_pylist(), strict=True)
             self.digests |= {f"{prefix}/{path}": digest for path, digest in known if path and digest}
         self.files |= {f"{prefix}/{path}": run.directory / path for path in sizes}
+        check_experiment(run.directory)
         for name in (*RUN_FILES, *experiment_files(run.directory)):
             if os.path.lexists(run.directory / name):
                 self.files[f"{prefix}/{name}"] = run.directory / name
         without, nbytes = tensors - with_values, sum(sizes.values())
         status = replace(run.status, tensors=tensors, tensors_without_raw=without, bytes=nbytes)
         self._new(f"{prefix}/status.json").write_text(json.dumps(asdict(status)), encoding="utf-8")
+        self._add_sound(run)
         if events := read_events(run.directory):  # of all ranks
             lines = b"".join(sealed(json.dumps(asdict(event)).encode()) + b"\n" for event in events)
             self._new(f"{prefix}/{EVENT.file}").write_bytes(lines)
         self.tensors += tensors
         self.with_values += with_values
+
+    def _add_sound(self, run: RunInfo) -> None:
+        """An import refuses damaged records and notes. Such records become empty lines, so that all others keep their
+        numbers."""
+        for kind in RECORD_KINDS:
+            for name in kind.files(run.directory):
+                lines = read_lines(kind, run.directory, name)
+                if not lines.problem:
+                    continue
+                self.damaged.append(f"{run.run_id}: {lines.problem}")
+                if name in RUN_FILES:
+                    sound = [b""] * lines.count
+                    for number, text in zip(lines.numbers, lines.texts, strict=True):
+                        sound[number - 1] = sealed(text.encode())
+                    self._new(f"runs/{run.run_id}/{name}").write_bytes(b"\n".join([*sound, b""]))
+        try:
+            read_notes(run.directory)
+        except ValueError as error:
+            del self.files[f"runs/{run.run_id}/notes.json"]
+            self.damaged.append(f"{run.run_id}: its notes.json is damaged: {describe(error)}")
 
     @property
     def nbytes(self) -> int:

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,7 +30,7 @@ from binade.data.index.sketches import places
 from binade.data.index.tables import INDEX_TABLES
 from binade.data.run.directory import RUNNING, NotBegunError, RunError, RunInfo, read_run, run_names
 from binade.data.run.effects import effect_rows
-from binade.data.run.experiment import check_experiment, experiment_files
+from binade.data.run.experiment import EXPERIMENT, FORMER, check_experiment, experiment_files
 from binade.data.run.losses import first_step
 from binade.data.run.record_kinds import RECORD_KINDS
 from binade.data.run.records import RecordKind, RecordLines, read_lines
@@ -121,13 +122,14 @@ class Intake:
             return added + self.catch_up(cursor, changing)
         self._count(cursor, [on_disk for run_id, on_disk in changed.items() if run_id not in incomplete])
         sound = [on_disk.run for run_id, on_disk in changed.items() if run_id not in incomplete | {*self._damaged}]
-        incomplete |= self._write_records(cursor, sound)
+        unread, faults = self._write_records(cursor, sound)
+        incomplete |= unread
         for run_id in self._damaged.keys() - still:
             _drop(cursor, run_id)
             _put_runs(cursor, [[*_run_row(changed[run_id].run), self._damaged[run_id].reason]])
-        self._skipped += [damage.reason for damage in self._damaged.values()]
+        self._skipped += [*(damage.reason for damage in self._damaged.values()), *chain.from_iterable(faults.values())]
         self._settled = unchanged | {
-            run_id: on_disk
+            run_id: replace(on_disk, faults=tuple(faults.get(run_id, ())))
             for run_id, on_disk in changed.items()
             if on_disk.settled and run_id not in incomplete and run_id not in self._damaged
         }
@@ -155,6 +157,7 @@ class Intake:
             on_disk = before.get(name)
             if on_disk and on_disk.mark == mark_of(f"{self.root}/{name}", on_disk.segments):
                 unchanged[name] = on_disk
+                self._skipped += on_disk.faults
                 continue
             directory = self.root / name
             for _ in range(ATTEMPTS):
@@ -184,12 +187,6 @@ class Intake:
         except (OSError, ValueError) as error:
             self._skipped.append(f"the name and note of {directory.name} are not shown: {describe(error)}")
             mark = None  # it is reported again next time
-        try:
-            if run.status.state != RUNNING:
-                check_experiment(directory)
-        except (RunError, OSError) as error:
-            self._skipped.append(f"some results of {directory.name} are not shown: {describe(error)}")
-            mark = None
         return RunOnDisk(run, segments, mark)
 
     def _write_runs(self, cursor: duckdb.DuckDBPyConnection, runs: list[RunInfo]) -> set[str]:
@@ -212,32 +209,37 @@ class Intake:
                 if row != stored.get(run.run_id):
                     rows.append(row)
         _at_once(cursor, rows, _put_runs, lambda row, error: refuse(row[0], error))
-        _put_effects(cursor, [run for run in runs if run.run_id not in refused])
         return refused
 
-    def _write_records(self, cursor: duckdb.DuckDBPyConnection, runs: list[RunInfo]) -> set[str]:
-        """Write the new records of runs. Returns the ids of runs with records that cannot be read."""
-        known: dict[str, dict[str, list[int]]] = {}
+    def _write_records(
+        self, cursor: duckdb.DuckDBPyConnection, runs: list[RunInfo]
+    ) -> tuple[set[str], dict[str, list[str]]]:
+        """Write the new records and results of runs. Returns the ids of runs with files that cannot be read, and what
+        is damaged or cannot be read of each run."""
+        known: dict[str, dict[str, _RecordFile]] = {}
         for run_id, name, *read in cursor.execute("FROM record_file").fetchall():
-            known.setdefault(run_id, {})[name] = read
-        refused: set[str] = set()
+            known.setdefault(run_id, {})[name] = _RecordFile.stored(run_id, name, *read)
+        unread, faults = set[str](), dict[str, list[str]]()
         batch: list[_RecordFile] = []
         for run in runs:
             before = known.get(run.run_id, {})
-            files = {name: kind for kind in RECORD_KINDS for name in kind.files(run.directory)}
-            batch += (_RecordFile(run.run_id, name) for name in before.keys() - files.keys())
-            for name, kind in files.items():
-                if (file := _read_records(run, kind, name, before.get(name))) is None:
-                    continue
-                batch.append(file)
+            kinds = {name: kind for kind in RECORD_KINDS for name in kind.files(run.directory)}
+            files = [_read_records(run, kind, name, before.get(name)) for name, kind in kinds.items()]
+            files += _read_results(run, before.get(EXPERIMENT))
+            for file in files:
                 if file.lines.problem:
-                    self._skipped.append(f"some {kind.many} of {run.run_id} are not shown: {file.lines.problem}")
-                    refused.add(run.run_id)
+                    many = kinds[file.name].many if file.name in kinds else "results"
+                    fault = f"some {many} of {run.run_id} are not shown: {file.lines.problem}"
+                    faults.setdefault(run.run_id, []).append(fault)
+                if not file.is_read:
+                    unread.add(run.run_id)
+            batch += (_RecordFile(run.run_id, name) for name in before.keys() - {file.name for file in files})
+            batch += (file for file in files if file is not before.get(file.name))
             if sum(len(file.lines.values) for file in batch) >= BATCH:
                 _put_records(cursor, batch)
                 batch = []
         _put_records(cursor, batch)
-        return refused
+        return unread, faults
 
     def _read(self, new: Iterable[tuple[RunOnDisk, str, int]]) -> Iterator[list[_Segment]]:
         """Read segments, given as (run, name, modification time), in batches. A damaged run is not read further."""
@@ -287,8 +289,9 @@ class _Segment:
 
 @dataclass(frozen=True)
 class _RecordFile:
-    """What was read of a file of records. kind: "" if the file is gone; replaces: whether the lines that the index has
-    are no longer those of the file; mark: its inode, size and time, 0 if a line is damaged."""
+    """What was read of a file of records, or of the files of an experiment. kind: "" if the file is gone; replaces:
+    whether the lines that the index has are no longer those of the file; mark: its inode, size and time, 0 if it could
+    not be read; effects: the rows of an experiment in the table `effect`."""
 
     run_id: str
     name: str
@@ -296,6 +299,18 @@ class _RecordFile:
     replaces: bool = False
     mark: tuple[int, int, int] = (0, 0, 0)
     lines: RecordLines[Any] = field(default_factory=RecordLines)
+    effects: Sequence[list[Any]] = ()
+
+    @classmethod
+    def stored(cls, run_id: str, name: str, *read: Any) -> _RecordFile:
+        """From its row in the table `record_file`, without the lines."""
+        *mark, count, stop, problem = read
+        lines = RecordLines[Any](count=count, stop=stop, problem=problem)
+        return cls(run_id, name, mark=(mark[0], mark[1], mark[2]), lines=lines)
+
+    @property
+    def is_read(self) -> bool:
+        return self.mark != (0, 0, 0)
 
 
 def _at_once(
@@ -369,27 +384,52 @@ def _put_runs(cursor: duckdb.DuckDBPyConnection, rows: list[list[Any]]) -> None:
     _insert(cursor, "INSERT OR REPLACE INTO run FROM incoming", table)
 
 
-def _read_records(run: RunInfo, kind: RecordKind[Any], name: str, known: list[int] | None) -> _RecordFile | None:
-    """A file of records that has changed: its new lines if it has only grown, else all. known: its row in the table
-    `record_file`, None without one. Returns None if it is as it was."""
-    inode, size, _, count, stop = known or [0] * 5
+def _read_records(run: RunInfo, kind: RecordKind[Any], name: str, known: _RecordFile | None) -> _RecordFile:
+    """A file of records: `known`, which the index has of it, unless it has changed; its new lines if it has only grown,
+    else all."""
     mark, grown = (0, 0, 0), False
     try:
         found = os.stat(run.directory / name, follow_symlinks=False)
         mark = found.st_ino, found.st_size, found.st_mtime_ns
-        if known and mark == tuple(known[:3]):
-            return None
-        grown = mark[0] == inode and mark[1] > size
-        lines = read_lines(kind, run.directory, name, *((stop, count) if grown else ()))
+        if known and mark == known.mark:
+            return known
+        if known and mark[0] == known.mark[0] and mark[1] > known.mark[1]:
+            grown = True
+            lines = read_lines(kind, run.directory, name, known.lines.stop, known.lines.count)
+            lines = replace(lines, problem=known.lines.problem or lines.problem)
+        else:
+            lines = read_lines(kind, run.directory, name)
     except OSError as error:
-        lines = RecordLines(problem=describe(error))
-    mark = (0, 0, 0) if lines.problem else mark
+        mark, lines = (0, 0, 0), RecordLines(problem=describe(error))
     return _RecordFile(run.run_id, name, kind.name, known is not None and not grown, mark, lines)
 
 
+def _read_results(run: RunInfo, known: _RecordFile | None) -> list[_RecordFile]:
+    """The files of a run's experiment as one, if it has any: `known`, which the index has of them, unless they have
+    changed. While the run goes on, they are replaced, and not checked."""
+    names = [*experiment_files(run.directory), *(name for name in FORMER if os.path.lexists(run.directory / name))]
+    if not names:
+        return []
+    mark, lines, effects = (0, 0, 0), RecordLines[Any](), list[list[Any]]()
+    try:
+        found = [os.stat(run.directory / name, follow_symlinks=False) for name in names]
+        mark = sum(s.st_ino for s in found) % 2**63, sum(s.st_size for s in found), max(s.st_mtime_ns for s in found)
+        if known and mark == known.mark:
+            return [known]
+        effects = effect_rows(run.run_id, run.directory)
+        if run.status.state != RUNNING:
+            check_experiment(run.directory)
+    except (OSError, RunError, ValueError) as error:
+        lines = RecordLines(problem=describe(error))
+        mark = (0, 0, 0) if isinstance(error, OSError) else mark
+    if run.status.state == RUNNING:
+        mark, lines = (0, 0, 0), RecordLines()
+    return [_RecordFile(run.run_id, EXPERIMENT, EXPERIMENT, True, mark, lines, effects)]
+
+
 def _put_records(cursor: duckdb.DuckDBPyConnection, files: list[_RecordFile]) -> None:
-    """Write what was read of files of records in one transaction: one for each file would take as long as the disk
-    does, thousands of times."""
+    """Write what was read of files in one transaction: one for each file would take as long as the disk does, thousands
+    of times."""
     columns: dict[str, list[Any]] = {name: [] for name in (column.name for column in INDEX_TABLES["record"].columns)}
     for file in files:
         values = file.lines.values
@@ -402,26 +442,21 @@ def _put_records(cursor: duckdb.DuckDBPyConnection, files: list[_RecordFile]) ->
         for file in files:
             for table in ("record", "record_file") if not file.kind else ("record",) if file.replaces else ():
                 cursor.execute(f"DELETE FROM {table} WHERE run_id = ? AND file = ?", [file.run_id, file.name])
+            if file.name == EXPERIMENT:
+                cursor.execute("DELETE FROM effect WHERE run_id = ?", [file.run_id])
+                if file.effects:
+                    places = ", ".join("?" * len(file.effects[0]))
+                    cursor.executemany(f"INSERT INTO effect VALUES ({places})", file.effects)
         if columns["record"]:
             _insert(cursor, "INSERT INTO record BY NAME FROM incoming", pa.table(columns))
-        rows = [[file.run_id, file.name, *file.mark, file.lines.count, file.lines.stop] for file in files if file.kind]
+        rows = [
+            [file.run_id, file.name, *file.mark, file.lines.count, file.lines.stop, file.lines.problem]
+            for file in files
+            if file.kind
+        ]
         if rows:
-            table = pa.table([*map(pa.array, zip(*rows, strict=True))], names=[f"column{at}" for at in range(7)])
+            table = pa.table([*map(pa.array, zip(*rows, strict=True))], names=[f"column{at}" for at in range(8)])
             _insert(cursor, "INSERT OR REPLACE INTO record_file FROM incoming", table)
-
-
-def _put_effects(cursor: duckdb.DuckDBPyConnection, runs: Iterable[RunInfo]) -> None:
-    """Replace the rows of measurements. Lines that are damaged are reported with those of other files."""
-    rows: list[list[Any]] = []
-    with_files = [run for run in runs if experiment_files(run.directory)]
-    for run in with_files:
-        with suppress(OSError, RunError, ValueError):
-            rows += effect_rows(run.run_id, run.directory)
-    with transaction(cursor) if with_files else nullcontext():
-        ids = [run.run_id for run in with_files]
-        cursor.execute("DELETE FROM effect WHERE run_id IN (SELECT unnest(?::VARCHAR[]))", [ids])
-        if rows:
-            cursor.executemany(f"INSERT INTO effect VALUES ({', '.join('?' * len(rows[0]))})", rows)
 
 
 def _add(cursor: duckdb.DuckDBPyConnection, segments: list[_Segment]) -> None:

@@ -17,12 +17,13 @@ RECENT = 2.0  # seconds: a file that changed this recently may change again with
 
 @dataclass(frozen=True)
 class RunOnDisk:
-    """A run as found on disk: its segments with their modification times, and a mark that shows whether it has
-    changed."""
+    """A run as found on disk: its segments with their modification times, a mark that shows whether it has changed,
+    and what of its records and results is damaged."""
 
     run: RunInfo
     segments: dict[str, int]
     mark: tuple[int, ...] | None
+    faults: tuple[str, ...] = ()
 
     @property
     def settled(self) -> bool:

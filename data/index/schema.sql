@@ -12,7 +12,9 @@ CREATE TABLE segment (
     sketch_rows   BIGINT                -- how many it has
 );
 
--- The files of records, as they were when they were read. Inode, size and time are 0 if a line was damaged.
+-- The files of records, and the files of an experiment as one, `experiment`, as they were when they were read: inode, size
+-- and time, of an experiment the sums and the latest time. All are 0 if the file could not be read, or of an experiment
+-- that is still being measured.
 CREATE TABLE record_file (
     run_id        VARCHAR,
     file          VARCHAR,
@@ -21,6 +23,7 @@ CREATE TABLE record_file (
     mtime_ns      BIGINT,
     lines         BIGINT,               -- that were read
     stop          BIGINT,               -- the byte after them
+    problem       VARCHAR,              -- what is damaged, null if nothing is
     PRIMARY KEY (run_id, file)
 );
 

@@ -26,7 +26,7 @@ import json
 import os
 import re
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
@@ -94,7 +94,7 @@ class NotBegunError(RunError):
 
 
 class RootError(RunError):
-    """The root is not a directory, and cannot become one. The message says what is in its place."""
+    """The root is not a directory, or does not have the run that was named. The message says what is in its place."""
 
     exit_status = 2
 
@@ -415,10 +415,16 @@ def check_usable(root: Path) -> None:
 
 
 def check_root(root: Path) -> None:
-    """Raises RunError if the root is not a directory."""
+    """Raises RootError if the root is not a directory."""
     check_usable(root)
     if not root.is_dir():
-        raise RunError(f"{root} does not exist: give a directory of runs")
+        raise RootError(f"{root} does not exist: give a directory of runs, or collect some with binade batch")
+
+
+def check_names(root: Path, run_ids: Collection[str]) -> None:
+    """Raises RootError for the first run that the root does not have."""
+    for run_id in sorted({*run_ids} - {*run_names(root)}):
+        raise RootError(f"{root} has no run {run_id!r}: give the name of a directory in it")
 
 
 def run_directories(root: Path) -> list[Path]:

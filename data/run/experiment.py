@@ -49,6 +49,8 @@ OPERAND_VALUES = "operand_values"
 second operand of its forward GEMM have in a batch."""
 PART = 1 << 20  # bytes
 MOST_PART = 1 << 30  # bytes of a file that is read: one result may be large
+FORMER = ("effects.jsonl", "parity.json", "twin.jsonl", "held_out.jsonl")
+"""Files of versions before the first release, which are not read."""
 RESULTS = pa.schema(
     [
         ("treatment", pa.string()),  # TreatmentKey.id
@@ -456,6 +458,9 @@ def _by_sequence(directory: Path, name: str, value_of: Callable[[dict[str, Any]]
 
 
 def check_experiment(directory: Path) -> None:
-    """Raise RunError for a damaged file of an experiment; OSError."""
+    """Raise RunError for a damaged file of an experiment, and for one of an earlier version; OSError."""
+    for name in FORMER:
+        if os.path.lexists(directory / name):
+            raise RunError(f"its {name} is of an earlier version, and is not read")
     for name in EXPERIMENT_TABLES:
         read_rows(directory, name)

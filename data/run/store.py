@@ -407,13 +407,6 @@ def save_state(state: dict[str, Any], file: BinaryIO) -> None:
         raise
 
 
-def save(path: Path, tensor: Tensor, metadata: dict[str, Any], tensor_info: dict[str, Any]) -> int:
-    """Write a tensor with its description; returns the file's size in bytes. Raises OSError."""
-    content = encode(tensor, metadata, tensor_info)
-    write_atomic(path, content, sweep=False)
-    return len(content)
-
-
 def sha256(path: Path) -> str:
     """The SHA-256 of a file's content. Raises OSError."""
     with open(path, "rb") as file:

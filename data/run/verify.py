@@ -20,6 +20,7 @@ from binade.data.run.directory import (
     NotBegunError,
     RunError,
     RunInfo,
+    check_names,
     check_root,
     read_run,
     run_directories,
@@ -60,8 +61,7 @@ def verify(
     """
     check_root(root)
     directories = run_directories(root)
-    if unknown := sorted(set(run_ids) - {directory.name for directory in directories}):
-        raise RunError(f"{root} has no run {unknown[0]!r}: give the name of a directory in it")
+    check_names(root, run_ids)
     verified = Verified()
 
     def refuse(path: Path, reason: str) -> None:

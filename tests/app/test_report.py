@@ -370,7 +370,7 @@ def test_a_sessions_report_tells_its_pins_and_notes(command, root, tmp_path, sta
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [
-        (["--tensor-save-dir", "{tmp}/nowhere"], 1, "does not exist"),
+        (["--tensor-save-dir", "{tmp}/nowhere"], 2, "does not exist"),
         (["--tensor-save-dir", "{tmp}"], 1, "contains neither recorded tensors nor losses"),
         (["--tensor-save-dir", "{file}"], 2, "is a file"),
         (["--output", "{file}"], 2, "is a file: give --output a new folder"),
@@ -382,8 +382,8 @@ def test_a_sessions_report_tells_its_pins_and_notes(command, root, tmp_path, sta
         (["--query", "mxfp8"], 2, "'mxfp8' is not a query"),
         (["--query", "http://[::1"], 2, "'http://[::1' is not a query"),
         (["--jobs", "0"], 2, "'--jobs'"),
-        (["--session", "absent"], 1, "There is no session 'absent'"),
-        (["--session", "../x"], 1, "is not a session ID"),
+        (["--session", "absent"], 2, "There is no session 'absent'"),
+        (["--session", "../x"], 2, "is not a session ID"),
         (["--session", "absent", "--rank", "0"], 2, "a session has its own filter"),
         (["--colour", "red"], 2, "'--colour'"),
     ],

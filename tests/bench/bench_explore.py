@@ -24,7 +24,7 @@ from binade.app.questions.shared import distribution_charts, distributions
 from binade.app.questions.shared.quantile_plots import against_law, points_of
 from binade.app.view.view import View
 from binade.data.index.catalog import Catalog
-from binade.data.run.store import save
+from binade.data.run.store import encode, write_atomic
 from binade.data.run.tensor_files import load
 from binade.data.words.filter import Filter
 from tests.bench.bench_quantize import timed
@@ -34,7 +34,7 @@ from tests.bench.make_root import make_root
 def huge(directory: Path, values: int) -> None:
     path = directory / "huge.pt"
     random = torch.Generator().manual_seed(0)
-    save(path, torch.randn(values // 4096, 4096, generator=random), {}, {})
+    write_atomic(path, encode(torch.randn(values // 4096, 4096, generator=random), {}, {}))
     x = load(path)
     moments = 0.0, 1.0  # the index has them
 

@@ -39,7 +39,7 @@ from binade.data.run.columns import Identity, Score, TensorRow
 from binade.data.run.directory import DONE
 from binade.data.run.run_writer import RunWriter
 from binade.data.run.segment import write_segment
-from binade.data.run.store import save
+from binade.data.run.store import encode, write_atomic
 from binade.quant.metrics import score
 
 PROJECT = Path(__file__).parents[2]
@@ -80,7 +80,7 @@ def make_root(root: Path, tensors: int, values: int) -> None:
                 x[:, 7] *= 30  # a channel that stands out
             path = f"tensors/{recipe}/{number:04d}.pt"
             (writer.directory / path).parent.mkdir(exist_ok=True)
-            save(writer.directory / path, x, {"recipe": recipe}, {"layer": layer + 1})
+            write_atomic(writer.directory / path, encode(x, {"recipe": recipe}, {"layer": layer + 1}))
             identity = Identity(
                 "llama32-1b", "full", "wikipedia", recipe, recipe, layer_type, layer + 1, module,
                 "FA" if layer_type == "attention" else "linear", operation, "pre", name, iteration, 0, 0,

@@ -540,6 +540,23 @@ ctypes.CDLL(None).pthread_exit(None)
 class TestOrder:
     """No state is shown that is taken back."""
 
+    @pytest.mark.parametrize("handles", [True, False])
+    def test_a_runner_waits_for_a_child_and_signals_it_also_without_handles(self, tmp_path, monkeypatch, handles):
+        """Linux before 5.3, and some containers, have no handles of processes."""
+        if not handles:
+            monkeypatch.setattr(os, "pidfd_open", lambda pid: os.open(tmp_path / "absent", os.O_RDONLY))
+        child = subprocess.Popen(["sleep", "600"])
+        waiting = runner.Runner(tmp_path, children={"run": child})
+        waiting.rest()
+        assert child.poll() is None
+        process = processes.Process.of(child.pid)
+        assert process
+        process.send(signal.SIGTERM)
+        until(lambda: waiting.rest() or child.poll() is not None, "the end of the child")
+        assert child.returncode == -signal.SIGTERM
+        process.send(signal.SIGTERM)  # it is gone
+        waiting.rest()
+
     def test_a_process_of_which_one_thread_is_left_is_waited_for(self, root):
         """A killed process looks like this until the kernel has ended all of its threads; only then is its exit status
         known."""

@@ -161,7 +161,8 @@ def test_what_cannot_be_resumed(tmp_path: Path, capfd: pytest.CaptureFixture[str
         path.unlink() if path.is_file() else None
     assert run(tmp_path, *line, kill="after a checkpoint") == -signal.SIGKILL
     name = only(tmp_path).run_id
-    assert refused("--resume", "nothing") == "1 binade: nothing is not a run: nothing is missing"
+    assert "has no run 'nothing': give the name of a directory in it" in (unknown := refused("--resume", "nothing"))
+    assert unknown.startswith("2 ")
     assert "was started with other options" in refused("--resume", name, "--seed", "3")
     with pytest.raises(ConfigError, match="leave out all options but --resume"):
         add_line(tmp_path, ["run", "--resume", name, "--seed", "3"])

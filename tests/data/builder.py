@@ -18,7 +18,7 @@ from binade.data.run.columns import Identity, Score, TensorRow
 from binade.data.run.directory import DONE
 from binade.data.run.run_writer import RunWriter
 from binade.data.run.segment import MANIFEST, table_files, write_segment
-from binade.data.run.store import save, sha256
+from binade.data.run.store import encode, sha256, write_atomic
 from binade.quant.metrics import score
 from binade.quant.summary import summarize
 
@@ -78,7 +78,7 @@ def add_segment(writer: RunWriter, tensors: Sequence[tuple[Tensor, dict]], *, fi
         path = None
         if words.pop("raw", True):
             path = f"tensors/{number:04d}.pt"
-            save(writer.directory / path, x, {}, {})
+            write_atomic(writer.directory / path, encode(x, {}, {}))
             words["sha256"] = sha256(writer.directory / path)
         rows.append(row(writer.run_id, number, x, path, **words))
     name = writer.next_segment_name()

@@ -32,7 +32,10 @@ from binade.data.exchange.bundle import BundleError
 from binade.data.index.catalog import Catalog, CatalogError
 from binade.data.run.directory import RUNNING, RunNotes, fingerprint
 from binade.data.run.events import Event, EventKind, append_event, read_events
-from binade.data.run.losses import read_losses
+from binade.data.run.experiment import EXPERIMENT
+from binade.data.run.losses import LOSS as LOSSES
+from binade.data.run.losses import first_step, read_losses
+from binade.data.run.records import append_record, read_lines
 from binade.data.run.run_notes import change_notes, read_notes
 from binade.data.run.segment import MANIFEST, OPTIONAL
 from binade.data.run.store import process_start
@@ -149,6 +152,32 @@ def test_notes_and_the_events_of_every_rank_come_along(tmp_path: Path):
     assert read_notes(tmp_path / "new" / run.run_id) == RunNotes("a", "#123456", "b")
     events = read_events(tmp_path / "new" / run.run_id)
     assert events == read_events(run.directory) and [event.rank for event in events] == [0, 1, 2]
+
+
+def test_damaged_records_and_notes_are_left_out_and_stated(tmp_path: Path):
+    """The other records keep the numbers of their lines; the first step, if it is unknown, stays unknown."""
+    run = make_run(tmp_path, assorted(1))
+    for iteration in range(4):
+        append_record(run.directory, LOSSES, {"iteration": iteration, "loss": float(iteration)})
+    file = run.directory / LOSSES.file
+    file.write_bytes(file.read_bytes().replace(b": 0.0", b": 9.0").replace(b": 2.0", b": 9.0"))
+    (run.directory / "notes.json").write_text("{")
+    written = bundle.write(tmp_path, tmp_path / "bundle.zip", [run.run_id], None)
+    records, notes = written.damaged
+    assert records.startswith(f"{run.run_id}: line 1 of its loss.jsonl is damaged") and "notes.json" in notes
+    bundle.import_runs(tmp_path / "new", tmp_path / "bundle.zip")
+    taken = tmp_path / "new" / run.run_id
+    assert read_losses(taken) == read_losses(run.directory) and len(read_losses(taken)) == 2
+    assert read_lines(LOSSES, taken, LOSSES.file).numbers == [2, 4]
+    assert first_step(taken) is first_step(run.directory) is None
+
+
+def test_a_damaged_experiment_is_not_bundled(tmp_path: Path):
+    run = make_run(tmp_path, assorted(1))
+    (run.directory / EXPERIMENT).mkdir()
+    (run.directory / EXPERIMENT / "results-00000-00000000.parquet").write_bytes(b"x")
+    with pytest.raises(BundleError, match=r"cannot be written.*results-00000-00000000.parquet is damaged"):
+        bundle.write(tmp_path, tmp_path / "bundle.zip", [run.run_id], None)
 
 
 def test_a_run_that_is_here_is_kept_or_refused(source: Path, packed: Path, tmp_path: Path):

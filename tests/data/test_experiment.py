@@ -155,3 +155,41 @@ def test_a_damaged_file_is_named(run: RunWriter, table: str):
     assert any(path.name in line for line in verify(run.directory.parent).damaged)
     with Catalog.open(run.directory.parent) as catalog:
         assert any("some results" in line and path.name in line for line in catalog.refused)
+
+
+def test_a_process_that_opens_the_index_reads_only_experiments_that_have_changed(run: RunWriter):
+    """What is damaged behind the index's back, with the size and time that it had, is not noticed; a new result is."""
+    writer = ExperimentWriter(run.directory)
+    for each in (result(NONE, 0), result(KEY, 0)):
+        writer.add(each)
+    run.finish(DONE)
+
+    def effects() -> tuple[list[str], list[int]]:
+        """What is refused, and of how many sequences each effect is."""
+        with Catalog.open(run.directory.parent) as catalog:
+            return catalog.refused, catalog.ask("SELECT sequences FROM effect", [])["sequences"].tolist()
+
+    before = effects()
+    (path,) = (run.directory / EXPERIMENT).glob("results-*")
+    whole, times = path.read_bytes(), path.stat()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert before == effects() == ([], [SEQUENCES])
+    path.write_bytes(whole)
+    ExperimentWriter(run.directory).add(result(KEY, 1))
+    ExperimentWriter(run.directory).add(result(NONE, 1))
+    assert effects() == ([], [2 * SEQUENCES])
+    path.write_bytes(whole[:-1])
+    for _ in range(2):
+        (problem,), _ = effects()
+        assert "some results" in problem and path.name in problem
+
+
+@pytest.mark.parametrize("name", ["effects.jsonl", "parity.json", "twin.jsonl", "held_out.jsonl"])
+def test_a_file_of_an_earlier_version_is_named(run: RunWriter, name: str):
+    (run.directory / name).write_text("{}")
+    run.finish(DONE)
+    with pytest.raises(RunError, match=f"its {name} is of an earlier version"):
+        check_experiment(run.directory)
+    with Catalog.open(run.directory.parent) as catalog:
+        assert any(f"its {name} is of an earlier version, and is not read" in line for line in catalog.refused)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 import zlib
 from contextlib import closing
 from dataclasses import asdict
@@ -179,6 +180,31 @@ def test_damage_is_reported_each_time_and_the_other_lines_are_shown(run: Path):
             assert losses_of(catalog, [run.name])[run.name] == STEPS[:2] + STEPS[3:]
     (damaged,) = verify(run.parent).damaged
     assert "line 3 of its loss.jsonl" in damaged
+
+
+def test_a_damaged_file_is_read_once_until_it_changes(run: Path):
+    """Repaired behind the index's back, with the size and time that it had, it is still said to be damaged."""
+    file = run / LOSS.file
+    sound = file.read_bytes()
+    file.write_bytes(sound.replace(b'"loss": 5.0,', b'"loss": 6.0,'))
+    long_ago = time.time_ns() - 60_000_000_000
+    for path in (file, *run.rglob("*"), run):
+        os.utime(path, ns=(long_ago, long_ago))
+    with Catalog.open(run.parent) as catalog:
+        (line,) = catalog.refused
+        file.write_bytes(sound)
+        os.utime(file, ns=(long_ago, long_ago))
+        catalog.sync()
+        assert catalog.refused == [line]
+    with Catalog.open(run.parent) as catalog:
+        assert catalog.refused == [line]
+        append_record(run, LOSS, more := {"iteration": 4, "loss": 1.5})
+        catalog.sync()
+        assert catalog.refused == [line]
+        assert catalog.records(LOSS, [run.name])[run.name] == [*STEPS[:2], *STEPS[3:], more]
+        shutil.copyfile(file, run / "copy")
+        os.replace(run / "copy", file)
+        assert in_index(catalog, run) == [*STEPS, more]
 
 
 def test_events_of_all_ranks_are_in_the_table(tmp_path: Path):

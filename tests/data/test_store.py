@@ -28,7 +28,6 @@ from binade.data.run.store import (
     read_file,
     read_text,
     remove_directory,
-    save,
     save_state,
     staged_directory,
     staged_file,
@@ -103,7 +102,8 @@ def test_every_pattern_comes_back(tmp_path, dtype):
     x = torch.arange(-(2**15), 2**15, dtype=torch.int16)
     x = x.view(dtype) if dtype.itemsize == 2 else (x.int() << 16 | 0x1234).view(dtype)
     x = x.reshape(64, 4, 256)
-    size = save(tmp_path / "x.pt", x, {"layer_type": "linear"}, {"shape": [64, 4, 256]})
+    write_atomic(tmp_path / "x.pt", content := encode(x, {"layer_type": "linear"}, {"shape": [64, 4, 256]}))
+    size = len(content)
     assert size == (tmp_path / "x.pt").stat().st_size
     content = torch.load(tmp_path / "x.pt", weights_only=True, mmap=True)
     assert set(content) == {"tensor", "tensor_info", "metadata"}
@@ -127,7 +127,8 @@ def test_every_pattern_comes_back(tmp_path, dtype):
 )
 def test_a_view_is_stored_by_itself(tmp_path, view):
     x = view(torch.randn(512, 512))
-    size = save(tmp_path / "x.pt", x, {}, {})
+    write_atomic(tmp_path / "x.pt", content := encode(x, {}, {}))
+    size = len(content)
     y = load(tmp_path / "x.pt")
     assert torch.equal(x, y) and y.is_contiguous() and not y.requires_grad
     assert y.untyped_storage().nbytes() == x.numel() * 4
@@ -151,7 +152,7 @@ def test_saving_leaves_the_tensor_alone_and_apart(tmp_path):
 
 
 def test_loading_maps_the_file(tmp_path):
-    save(tmp_path / "x.pt", torch.zeros(1 << 20), {}, {})
+    write_atomic(tmp_path / "x.pt", encode(torch.zeros(1 << 20), {}, {}))
     x = load(tmp_path / "x.pt")
     maps = Path("/proc/self/maps").read_text()
     assert str(tmp_path / "x.pt") in maps
@@ -254,13 +255,13 @@ def test_write_atomic_fails_cleanly_when_the_name_is_taken(tmp_path):
 CHILD = """
 import sys, torch
 from pathlib import Path
-from binade.data.run.store import save
+from binade.data.run.store import encode, write_atomic
 from binade.data.run.segment import write_segment
 from tests.data.builder import row
 root = Path(sys.argv[1])
 rows = [row("r", i, torch.randn(64, 64), None, format="mxfp8") for i in range(40)]
 for write in (
-    lambda: save(root / "x.pt", torch.zeros(100_000), {}, {}),
+    lambda: write_atomic(root / "x.pt", encode(torch.zeros(100_000), {}, {})),
     lambda: write_segment(root, "rank00-000001", rows),
 ):
     try:
@@ -288,7 +289,7 @@ def test_a_refused_write_leaves_nothing_behind(tmp_path, limit):
 
 
 def test_a_record_that_claims_a_terabyte_is_refused(tmp_path):
-    save(tmp_path / "x.pt", torch.zeros(64), {}, {})
+    write_atomic(tmp_path / "x.pt", encode(torch.zeros(64), {}, {}))
     with zipfile.ZipFile(tmp_path / "x.pt", "a") as archive:
         (record,) = (entry for entry in archive.infolist() if entry.filename.endswith("data/0"))
         record.file_size = record.compress_size = 1 << 40

@@ -260,7 +260,7 @@ def test_the_command(root: Path, command: Callable[..., int], capsys: pytest.Cap
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"damaged: {file.relative_to(root)} has 1 bytes, expected ") and len(lines) == 2
     assert lines[1].endswith(": 1 damaged")
-    assert command("verify", str(root), "nowhere") == 1 and "has no run 'nowhere'" in capsys.readouterr().err
+    assert command("verify", str(root), "nowhere") == 2 and "has no run 'nowhere'" in capsys.readouterr().err
     with pytest.raises(RunError, match="does not exist"):
         verify(root / "nowhere")
     (run,) = root.glob("*second*")

@@ -290,7 +290,7 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("make", "said", "status"),
         [
-            (lambda root: None, "does not exist: ", 1),
+            (lambda root: None, "does not exist: ", 2),
             (lambda root: root.mkdir(), "contains no runs that can be read: ", 1),
             (lambda root: root.write_text("mine"), "is a file: the root of the runs must be a directory", 2),
         ],
