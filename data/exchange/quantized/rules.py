@@ -58,12 +58,11 @@ def settings_of(settings: Mapping[str, Any], module: str) -> Mapping[str, Any]:
     first pattern of `dynamic` that matches it, or by its entry in `quantized_layers`."""
     dynamic, layers = settings.get("dynamic"), settings.get("quantized_layers")
     if settings.get("quant_method") == "gptq" and isinstance(dynamic, dict):
-        changes = (change for text, change in dynamic.items() if _changes(text, module))
+        change = next((change for text, change in dynamic.items() if _changes(text, module)), None)
     elif isinstance(layers, dict) and module in layers:
-        changes = iter([layers[module]])
+        change = layers[module]
     else:
-        changes = iter([_group(settings, module).get("weights")])
-    change = next(changes, None)
+        change = _group(settings, module).get("weights")
     return {**settings, **change} if isinstance(change, dict) else settings
 
 
@@ -91,7 +90,8 @@ def _changes(pattern: str, module: str) -> bool:
 def _group(settings: Mapping[str, Any], module: str) -> Mapping[str, Any]:
     """The group of a module. compressed-tensors takes a target that is its path before one that is a regular
     expression, and both before one that is its class, which a checkpoint does not name: it is taken for Linear."""
-    groups, best = _groups(settings), {}
+    groups = _groups(settings)
+    best: Mapping[str, Any] = {}
     nearest = 4
     for group in groups.values():
         for text in _texts(group.get("targets")):
