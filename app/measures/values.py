@@ -25,6 +25,11 @@ from binade.quant.specs import Spec
 TENSOR_SCALE = "tensor_scale"
 ERRORS = (VS_NORMAL, *SHOWN_ERRORS)
 SHARES = ("flush_to_zero", "saturated", "flushed_error_share", "saturated_error_share")
+WITHOUT_SPEC = """
+    SELECT key, gemm, used, mse, {metric} FROM score UNION ALL
+    SELECT key, gemm, true, mse, {metric} FROM tensor WHERE format IS NULL AND mse IS NOT NULL
+"""
+"""The scores, and the errors of tensors whose format is no spec, such as the weights of AWQ in an audit."""
 ENDS = {"sqnr_db": (0.0, 40.0), VS_NORMAL: (-6.0, 6.0)} | dict.fromkeys(SHARES, (0.0, 1.0))
 
 
@@ -37,6 +42,8 @@ def cells(metric: str, query: CellQuery) -> pd.DataFrame:
     broken = "false"
     if metric in ERRORS:
         value, source = f"score.{metric}", "score JOIN tensor USING (key)"
+        if fmt == USED and metric != VS_NORMAL:
+            source = f"({WITHOUT_SPEC.format(metric=metric)}) AS {source}"
         if metric == VS_NORMAL:
             value = "score.sqnr_db - map_extract(map(?::VARCHAR[], ?::DOUBLE[]), score.format)[1]"
             formats = catalog.scored_formats(query.where) if fmt == USED else [str(Spec.of(fmt))]
@@ -144,11 +151,14 @@ def _nothing_used(opened: Catalog, where: Filter) -> str:
     """Why no operand has an error as used, by the rows of the tensors: of one with NaN or Inf there is none."""
     condition, parameters = opened.condition(where)
     known = opened.ask(
-        "SELECT count(*) AS rounded, count(*) FILTER (isnan(sqnr_db) AND nans + infs > 0) AS broken FROM tensor"
-        f" WHERE format IS NOT NULL AND {condition}",
+        """
+        SELECT count(*) FILTER (format IS NOT NULL) AS rounded, count(*) FILTER (format IS NULL) AS without_spec,
+               count(*) FILTER (format IS NOT NULL AND isnan(sqnr_db) AND nans + infs > 0) AS broken
+        FROM tensor"""
+        f" WHERE (format IS NOT NULL OR mse IS NOT NULL) AND {condition}",
         parameters,
     )
-    rounded, broken = (int(known[name].iloc[0]) for name in ("rounded", "broken"))
+    rounded, broken, without_spec = (int(known[name].iloc[0]) for name in ("rounded", "broken", "without_spec"))
     if broken:
         return (
             f"{broken:,} of {counted(rounded, 'rounded operand')} hold NaN or Inf and have no error: choose an earlier "
@@ -156,6 +166,11 @@ def _nothing_used(opened: Catalog, where: Filter) -> str:
         )
     if rounded:
         return f"{counted(rounded, 'operand')} were rounded, without a recorded error: choose a format instead."
+    if without_spec:
+        return (
+            f"{counted(without_spec, 'weight')} differ from the original by a measured error, but no format here has "
+            "their codes, so normal values have no error to compare with: choose SQNR as color."
+        )
     return "None of these operands was rounded when it was recorded: choose a format instead of “as used”."
 
 

@@ -14,11 +14,13 @@ from binade.collector.audit.result import Audit, AuditedWeight
 from binade.collector.audit.weights import AuditedCheckpoint, CheckpointWeight
 from binade.collector.errors import ConfigError
 from binade.data.exchange.quantized.rules import Rule
-from binade.data.exchange.quantized.stored import by
+from binade.data.exchange.quantized.stored import Decoded, by
 from binade.data.words.text import and_more, counted
 from binade.quant.metrics import errors
 
 HUGE = 2.0**16  # a scale of more times the median scale of its weight is reported
+OFF = 0.05  # how far the factor from a block to the original may be from 1, besides what rounding explains
+SHIFTED = 0.25  # the share of the squared error that may be one shift of all values
 WRONG = 0.5  # a relative error that no format here has: the values are others
 
 
@@ -45,12 +47,23 @@ class Auditing:
     def result(self, run_id: str = "") -> Audit:
         """The audit of all weights that were reached."""
         findings = [*_of_config(self.checkpoint, self._found), *self.checkpoint.problems.values()]
+        if self.checkpoint.method and not findings and not any(weight.stored for weight in self._found):
+            findings.append(f"no weight is quantized, and the configuration says that {self.checkpoint.method} did so")
         if self._original and (lacking := sorted({*self._original.names} - self.checkpoint.all_names)):
             findings.append(f"there is no {lacking[0]}{and_more(lacking)}, which the original has")
-        findings += [f"{weight.name}: {finding}" for weight in self._found for finding in weight.findings]
+        findings += _of_weights(self._found)
         return Audit(
             self.path, self.against, self.checkpoint.method, tuple(self._found), tuple(findings), run_id
         )  # fmt: skip
+
+
+def _of_weights(weights: list[AuditedWeight]) -> Iterator[str]:
+    """The findings of single weights: those that several have in common are one."""
+    named = defaultdict[str, list[str]](list)
+    for weight in weights:
+        for finding in weight.findings:
+            named[finding].append(weight.name)
+    return (f"{names[0]}{and_more(names)}: {finding}" for finding, names in named.items())
 
 
 def _weight(
@@ -60,6 +73,10 @@ def _weight(
     findings, error, match = [*_of_scales(decoded.scales)], None, None
     if not bool(decoded.values.isfinite().all()):
         findings.append("some of its values are NaN or infinite")
+    if weight.stored and not bool(decoded.values.any()):
+        findings.append("all of its values are zero")
+    if weight.stored and (said := checkpoint.disagreement(weight)):
+        findings.append(said)
     if original:
         x = original.original(weight, checkpoint.is_transposed(weight.name))
         if x is None:
@@ -72,6 +89,8 @@ def _weight(
             match = matcher.match(x, weight)
             if error.relative_error > WRONG:
                 findings.append(f"relative error {error.relative_error:.3g}: its values are not those of the original")
+            else:
+                findings += _of_errors(x, decoded, error.relative_error)
         elif not torch.equal(x.to(decoded.values.dtype), decoded.values):
             findings.append("it is not quantized, and differs from the original")
     rule = None if weight.stored else checkpoint.excluding(weight.module)
@@ -80,6 +99,21 @@ def _weight(
     return AuditedWeight(
         weight.name, shape, weight.stored, weight.dtype, block, str(rule or ""), tuple(findings), error, match
     )  # fmt: skip
+
+
+def _of_errors(x: Tensor, decoded: Decoded, relative_error: float) -> Iterator[str]:
+    """What an error that rounding would not make says of scales and zeros. Where x is rounded by the right scale, the
+    error is hardly correlated with the result: the factor that takes q to x is 1 but for about the squared error."""
+    q, shift = decoded.values, float((decoded.values - x).mean())
+    if shift**2 > SHIFTED * float((q - x).square().mean()):
+        yield f"its values are those of the original plus {shift:.3g} on average: other zeros?"
+    width = decoded.block.columns if decoded.block and decoded.block.rows == 1 and decoded.block.columns else 0
+    width = min(width or x.shape[-1], x.shape[-1])
+    x, q = (t[..., : t.shape[-1] // width * width].reshape(-1, width) for t in (x, q))
+    factor = (x * q).sum(-1) / q.square().sum(-1)
+    off = (factor[factor.isfinite()] - 1).abs()
+    if len(off) and float(off.median()) > OFF + relative_error**2:
+        yield f"its blocks or rows are off by a factor of {1 + float(off.median()):.3g} in the median: other scales?"
 
 
 def _of_scales(scales: Tensor) -> Iterator[str]:

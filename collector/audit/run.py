@@ -120,7 +120,7 @@ class _Rows:
                              file_time_ns=state.time_ns if state else None),
             gemm=Gemm.FORWARD,
             format=score[0].format if score else None,
-            error=error if score else None,
+            error=error,
             scores=score,
             trace=Trace(*hot_channels_later(values)()),
         )  # fmt: skip

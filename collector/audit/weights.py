@@ -13,7 +13,7 @@ from binade.collector.errors import ConfigError
 from binade.collector.pretrained.checkpoint import GgufTensors
 from binade.collector.pretrained.directory import gguf_of, read_shape, readable
 from binade.data.exchange.quantized.files import DTYPES, SafetensorsCheckpoint
-from binade.data.exchange.quantized.rules import Rule, rules_of
+from binade.data.exchange.quantized.rules import Rule, disagreement, rules_of, settings_of
 from binade.data.exchange.quantized.settings import CheckpointError
 from binade.data.exchange.quantized.stored import Decoded
 from binade.data.words.text import natural
@@ -110,8 +110,8 @@ class AuditedCheckpoint:
         place = checkpoint.place(name)
         if name not in checkpoint.quantized:
             return CheckpointWeight(name, "", place.dtype, place.path, _plain(checkpoint.read(name)))
-        layout = checkpoint.quantized[name].layout
-        return CheckpointWeight(name, layout.name, place.dtype, place.path, checkpoint.decoded(name))
+        decoded = checkpoint.decoded(name)
+        return CheckpointWeight(name, checkpoint.stored_as(name), place.dtype, place.path, decoded)
 
     def original(self, like: CheckpointWeight, transposed: bool) -> Tensor | None:
         """The weight of the same name, as its values are laid out there; None if there is none. Raises ConfigError."""
@@ -125,6 +125,11 @@ class AuditedCheckpoint:
         """Whether the values of a weight are those of the parameter transposed."""
         weight = None if self._gguf else self._safetensors.quantized.get(name)
         return weight is not None and weight.layout.transposed
+
+    def disagreement(self, weight: CheckpointWeight) -> str:
+        """What the configuration says of the format of a quantized weight that is not so, or ""."""
+        settings = {} if self._gguf else settings_of(self._safetensors.settings, weight.module)
+        return disagreement(settings, weight.stored, weight.decoded.block)
 
     def excluding(self, module: str) -> Rule | None:
         """The first rule that leaves a module out."""

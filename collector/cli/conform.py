@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -53,22 +54,25 @@ def load_function(kernel: str) -> Callable[..., Any]:
             path = Path(place)
             if not path.is_file():
                 raise click.UsageError(f"{place} is not a file")
-            spec = importlib.util.spec_from_file_location(path.stem, path)
+            spec = importlib.util.spec_from_file_location(f"binade_kernel_{path.stem}", path)
             assert spec and spec.loader
             module = importlib.util.module_from_spec(spec)
-            sys.modules[path.stem] = module  # dataclasses and pickle look for it
+            sys.modules[spec.name] = module  # dataclasses look for it; a file torch.py does not become torch
+            sys.path.append(str(path.resolve().parent))
             spec.loader.exec_module(module)
         else:
             sys.path.insert(0, str(Path.cwd()))
             module = importlib.import_module(place)
     except click.UsageError:
         raise
-    except Exception as error:  # of the user's code
+    except (Exception, SystemExit) as error:  # of the user's code
         message = (str(error) or type(error).__name__).partition("\n")[0]
         raise click.UsageError(f"{place} cannot be imported: {type(error).__name__}: {message}") from error
     function: Callable[..., Any] | None = getattr(module, name, None)
     if not callable(function):
         raise click.UsageError(f"{place} has no function {name!r}")
+    if inspect.isclass(function):
+        raise click.UsageError(f"{kernel} is a class: name a function, or an instance of the class")
     return function
 
 

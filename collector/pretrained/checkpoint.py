@@ -156,7 +156,7 @@ class SafetensorsFiles(Tensors):
             self._base = "" if any(name.startswith(base) for name in names) else base
             self.sizes = {self._base + name: checkpoint.size(name) for name in names}
         self.files = checkpoint.files
-        self.quantized = tuple(sorted({weight.layout.name for weight in checkpoint.quantized.values()}))
+        self.quantized = tuple(sorted({checkpoint.stored_as(name) for name in checkpoint.quantized}))
 
     def read(self, name: str) -> Tensor:
         with readable():

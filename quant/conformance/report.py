@@ -60,6 +60,8 @@ class Conformance:
         for row in self.rows:
             case = ElementTree.SubElement(suite, "testcase", classname=self.kernel, name=row.name)
             if not row.passed:
-                ElementTree.SubElement(case, "failure", message=row.detail or f"{row.differing} values differ")
+                message = row.detail or f"{row.differing} values differ"
+                printable = "".join(letter if letter.isprintable() else " " for letter in message)  # XML has no others
+                ElementTree.SubElement(case, "failure", message=printable)
         ElementTree.indent(suite)
         return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True)

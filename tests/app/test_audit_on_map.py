@@ -11,16 +11,25 @@ from binade.data.index.catalog import USED, Catalog
 from tests.data.test_quantized import CHECKPOINTS
 
 
-def test_the_map_has_the_error_of_each_weight_that_the_audit_measured(tmp_path):
-    audit = binade.audit(CHECKPOINTS / "compressed_tensors_mxfp4", CHECKPOINTS / "original", tmp_path)
+@pytest.mark.parametrize("name", ["compressed_tensors_mxfp4", "autoawq", "gptq", "bitsandbytes_nf4", "torchao_int8"])
+def test_the_map_has_the_error_of_each_weight_that_the_audit_measured(name, tmp_path):
+    audit = binade.audit(CHECKPOINTS / name, CHECKPOINTS / "original", tmp_path)
     with Catalog.open(tmp_path) as catalog:
         cells = MAP_MEASURES["sqnr_db"].cells(CellQuery(catalog, binade.Filter(), USED))
     found = {row["product"]: row["value"] for row in cells.to_dict("records") if row["tensor"] == "weight"}
     measured = {weight.name: weight.error for weight in audit.weights}
-    name = {"fc2": "mlp.down_proj", "proj": "self_attn.o_proj"}
-    for product, module in name.items():
+    for product, module in {"fc2": "mlp.down_proj", "proj": "self_attn.o_proj"}.items():
         error = measured[f"model.layers.0.{module}.weight"]
         assert error is not None and found[product] == pytest.approx(error.sqnr_db, abs=1e-9)
+
+
+def test_weights_without_a_spec_have_no_error_of_normal_values_and_the_page_says_where_theirs_is(visit, tmp_path):
+    audit = binade.audit(CHECKPOINTS / "autoawq", CHECKPOINTS / "original", tmp_path)
+    quantized = sum(weight.error is not None for weight in audit.weights)
+    app = visit(tmp_path, "map")
+    text = " ".join(element.value for element in (*app.markdown, *app.info, *app.caption))
+    assert f"{quantized} weights differ from the original" in text and "choose SQNR as color" in text
+    visit(tmp_path, "map", metric="sqnr_db")
 
 
 def test_the_pages_of_an_audit_open(visit, tmp_path):

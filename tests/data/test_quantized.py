@@ -144,9 +144,100 @@ def test_each_layout_of_each_tool_has_a_checkpoint():
         id(weight.layout) for name in NAMES for weight in SafetensorsCheckpoint(CHECKPOINTS / name).quantized.values()
     }
     elsewhere = {("fp8", "FP8"), ("fp8", "MXFP8"), ("fp8", "MXFP4"), ("mxfp4", "MXFP4")}  # tests/collector
+    elsewhere |= {("torchao", "MXFP8"), ("torchao", "MXFP4")}  # test_mx_tensors_of_torchao
     missing = {(layout.method, layout.name) for layout in LAYOUTS if id(layout) not in read} - elsewhere
     assert missing == {("bitsandbytes", "FP4")}  # the codes of nf4 with another table, which is stored
     assert {layout.method for layout in LAYOUTS} == set(METHODS)
+
+
+def configured(tmp_path: Path, name: str, **settings: object) -> SafetensorsCheckpoint:
+    """A copy of a checkpoint with other settings."""
+    copy = shutil.copytree(CHECKPOINTS / name, tmp_path / name)
+    config = json.loads((copy / "config.json").read_text())
+    config["quantization_config"] |= settings
+    (copy / "config.json").write_text(json.dumps(config))
+    return SafetensorsCheckpoint(copy)
+
+
+def _group(target: str, **weights: object) -> dict[str, object]:
+    return {"targets": [target], "weights": weights}
+
+
+OTHER = {"num_bits": 8, "group_size": 16}
+SETTINGS = {
+    "regular expression before class": (
+        "compressed_tensors_int4",
+        {"config_groups": {"a": _group("Linear", **OTHER), "b": _group("re:.*down_proj", num_bits=4, group_size=32)}},
+    ),
+    "path before regular expression": (
+        "compressed_tensors_int4",
+        {"config_groups": {"a": _group("re:.*down_proj", **OTHER), "b": _group(MODULE, num_bits=4, group_size=32)}},
+    ),
+    "dynamic": ("gptq", {"bits": 8, "dynamic": {"-:.*down_proj$x": {}, "+:.*down_proj": {"bits": 4}}}),
+    "dynamic of another module": ("gptq", {"dynamic": {".*up_proj": {"bits": 8}}}),
+    "format in place of version": ("autoawq", {"version": None, "format": "gemm"}),
+}
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_the_settings_of_a_module_are_its_own(case, tmp_path):
+    name, settings = SETTINGS[case]
+    found = configured(tmp_path, name, **settings).read(f"{MODULE}.weight")
+    assert np.array_equal(found.numpy(), by_hand(name).astype(np.float32))
+
+
+def test_gptq_v2_is_named_by_either_key(tmp_path):
+    first = configured(tmp_path / "a", "gptq", checkpoint_format=None, format="gptq_v2").read(f"{MODULE}.weight")
+    second = configured(tmp_path / "b", "gptq", checkpoint_format="gptq_v2").read(f"{MODULE}.weight")
+    assert torch.equal(first, second) and not np.array_equal(first.numpy(), by_hand("gptq").astype(np.float32))
+
+
+@pytest.mark.parametrize("place", ["text_config", "compression_config"])
+def test_the_settings_may_be_elsewhere(place, tmp_path):
+    copy = shutil.copytree(CHECKPOINTS / "compressed_tensors_int4", tmp_path / "copy")
+    config = json.loads((copy / "config.json").read_text())
+    settings = config.pop("quantization_config")
+    config[place] = {"quantization_config": settings} if place == "text_config" else settings
+    (copy / "config.json").write_text(json.dumps(config))
+    found = SafetensorsCheckpoint(copy).read(f"{MODULE}.weight").numpy()
+    assert np.array_equal(found, by_hand("compressed_tensors_int4").astype(np.float32))
+
+
+def swizzled(scale: np.ndarray) -> np.ndarray:
+    """[rows, columns] in cuBLAS's layout of block scales, padded to tiles of 128 x 4."""
+    rows, columns = (-(-n // m) * m for n, m in zip(scale.shape, (128, 4), strict=True))
+    flat = np.zeros(rows * columns, np.uint8)
+    for row, column in np.ndindex(scale.shape):
+        tile = row // 128 * (columns // 4) + column // 4
+        flat[tile * 512 + (row % 32) * 16 + row % 128 // 32 * 4 + column % 4] = scale[row, column]
+    return flat.reshape(rows, columns)
+
+
+@pytest.mark.parametrize("kind", ["mxfp8", "mxfp4"])
+def test_mx_tensors_of_torchao(kind, tmp_path):
+    """The codes of compressed-tensors as torchao's MXTensor stores them: E8M0 scales in cuBLAS's layout."""
+    name = f"compressed_tensors_{kind}"
+    found = arrays(name)
+    codes = torch.from_numpy(found["weight" if kind == "mxfp8" else "weight_packed"])
+    scale = torch.from_numpy(swizzled(found["weight_scale"])).view(torch.float8_e8m0fnu)
+    tensors = {
+        f"{MODULE}._weight_qdata": codes.view(torch.float8_e4m3fn) if kind == "mxfp8" else codes,
+        f"{MODULE}._weight_scale": scale,
+    }
+    facts = {"_type": "MXTensor", "_data": {"block_size": 32, "is_swizzled_scales": True}}
+    save_file(tensors, tmp_path / "model.safetensors", {f"{MODULE}.weight": json.dumps(facts)})
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "torchao"}}))
+    checkpoint = SafetensorsCheckpoint(tmp_path)
+    assert checkpoint.stored_as(f"{MODULE}.weight") == kind.upper()
+    assert np.array_equal(checkpoint.read(f"{MODULE}.weight").numpy(), by_hand(name).astype(np.float32))
+
+
+def test_the_input_scales_of_modelopt_multiply_the_columns(tmp_path):
+    """ModelOpt's AWQ divides the columns of a weight by pre_quant_scale, and multiplies the input by it."""
+    factors = torch.linspace(0.5, 2.0, 64)
+    checkpoint = changed(tmp_path, "modelopt_nvfp4", pre_quant_scale=factors)
+    expected = by_hand("modelopt_nvfp4").astype(np.float32) * factors.numpy()
+    np.testing.assert_allclose(checkpoint.read(f"{MODULE}.weight").numpy(), expected, rtol=1e-6)
 
 
 def changed(tmp_path: Path, name: str, **tensors: torch.Tensor | None) -> SafetensorsCheckpoint:
@@ -155,7 +246,7 @@ def changed(tmp_path: Path, name: str, **tensors: torch.Tensor | None) -> Safete
     file = tmp_path / name / "model.safetensors"
     stored = load_file(file)
     for key, tensor in tensors.items():
-        del stored[f"{MODULE}.{key}"]
+        stored.pop(f"{MODULE}.{key}", None)
         if tensor is not None:
             stored[f"{MODULE}.{key}"] = tensor
     with safe_open(file, "pt") as opened:

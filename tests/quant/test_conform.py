@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import xml.etree.ElementTree as ElementTree
 
 import numpy as np
@@ -150,6 +151,68 @@ def restless(x):
 )
 def test_a_planted_fault_is_found(kernel, case):
     assert case in conform(kernel, "mxfp4").failed
+
+
+def halved(x):
+    return fake_quantize(x, "mxfp4")[..., : x.shape[-1] // 2]
+
+
+def codes_and_scales(x):
+    return fake_quantize(x, "mxfp4"), x.abs().amax(-1)
+
+
+def of_bfloat16(x):
+    return fake_quantize(x, "mxfp4").bfloat16()
+
+
+def of_two_arguments(x, scale):
+    return fake_quantize(x * scale, "mxfp4")
+
+
+def leaving(x):
+    raise SystemExit(0)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "said"),
+    [
+        (halved, r"the shape torch.Size\(\[64, 64\]\) for torch.Size\(\[64, 128\]\)"),
+        (codes_and_scales, "returned tuple: expected one tensor"),
+        (of_bfloat16, "the dtype torch.bfloat16 for torch.float32"),
+        (of_two_arguments, "missing 1 required positional argument"),
+        (leaving, "SystemExit"),
+    ],
+)
+def test_a_kernel_of_another_kind_fails_once(kernel, said):
+    result = conform(kernel, "mxfp4")
+    (row,) = result.rows
+    assert not result.passed and re.search(said, row.detail) and "were not run" in result.note
+
+
+def test_a_kernel_that_writes_into_x_is_compared_on_what_x_was():
+    def half_up_in_place(x):
+        return x.copy_(half_up(x))
+
+    failed, of_copies = conform(half_up_in_place, "mxfp4").failed, conform(half_up, "mxfp4").failed
+    assert {*failed} == {*of_copies, "x is not changed"} and of_copies
+
+
+def test_a_kernel_that_returns_the_same_memory_is_compared_with_what_it_held():
+    kept = torch.empty(0)
+
+    def restless_in_one_buffer(x):
+        y = restless(x)
+        return kept.resize_(y.shape).copy_(y) if y.dtype == torch.float32 else y
+
+    assert "equal calls give equal results" in conform(restless_in_one_buffer, "mxfp4").failed
+
+
+def test_junit_is_valid_xml_whatever_a_kernel_raises():
+    def red(x):
+        raise ValueError("\x1b[31mno\x00\x1b[0m")
+
+    (failure,) = ElementTree.fromstring(conform(red, "mxfp4").to_junit()).iter("failure")
+    assert "no" in failure.get("message")
 
 
 def seeded(seed: int) -> torch.Generator:

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from binade.data.exchange.quantized.layouts import LAYOUTS, WeightLayout
+from binade.data.exchange.quantized.rules import settings_of
 from binade.data.exchange.quantized.settings import (
     CONFIG,
     CheckpointError,
@@ -34,6 +35,10 @@ INDEX = "model.safetensors.index.json"
 DTYPES = ("F64", "F32", "F16", "BF16")
 # What a quantized module has besides its weight: scales of activations and caches, and marks of the tool.
 BESIDES = re.compile(r"[a-z_0-9]*(?:scale|zero_point|amax|global_scale)[a-z_0-9]*|weight_format|weight_g_idx|g_idx")
+
+
+# What tensors with the codes of a weight are called.
+CODES = re.compile(r"weight|qweight|.+_(?:packed|qdata|blocks)")
 
 
 @dataclass(frozen=True)
@@ -95,24 +100,35 @@ class SafetensorsCheckpoint:
                 layout, weight, names = found
                 self.quantized[weight] = QuantizedWeight(layout, names)
                 taken.update(names.values())
-        modules = {name.rpartition(".")[0] for name in taken}
+        coded = [name for name, dtype in dtypes.items() if dtype not in DTYPES and CODES.fullmatch(_last(name))]
+        modules = {name.rpartition(".")[0] for name in (*taken, *coded)}
         for name, place in self._places.items():
-            module, _, last = name.rpartition(".")
-            if name in taken or (modules and BESIDES.fullmatch(last) and {module, module.rpartition(".")[0]} & modules):
+            module = name.rpartition(".")[0]
+            beside = BESIDES.fullmatch(_last(name))
+            if name in taken or (beside and {module, module.rpartition(".")[0]} & modules):
                 continue
             self.plain[name] = place
-            codes = next((layout for layout in layouts if layout.has_codes(name, place.dtype)), None)
-            if codes and not BESIDES.fullmatch(last):
-                missing = [part for part in codes.needed(name) if part not in dtypes]
-                self.broken[name] = (
-                    f"{name} is {place.dtype}, and its scales {missing[0]} are missing"
-                    if missing
-                    else f"{name} is {place.dtype}, which no layout of {codes.method} with its scales has"
-                )
-            elif last == "weight" and place.dtype not in DTYPES:  # buffers may be of integers
-                self.broken[name] = (
-                    f"{name} is {place.dtype}, but only {', '.join(DTYPES)} can be loaded: dequantize it"
-                )
+            if place.dtype not in DTYPES and not beside:
+                codes = [layout for layout in layouts if layout.has_codes(name)]
+                if codes or name in coded:
+                    self.broken[name] = self._reason(name, codes)
+
+    def _reason(self, name: str, layouts: list[WeightLayout]) -> str:
+        """Why a tensor that is not of floating-point numbers cannot be decoded. layouts: that its name fits."""
+        said = f"{name} is {self._places[name].dtype}"
+        if not self.settings:
+            return f"{said}, and {CONFIG} has no quantization_config: expected {', '.join(DTYPES)}"
+        if not layouts:
+            return f"{said}, but only {', '.join(DTYPES)} can be loaded: dequantize it"
+        most = max(len(layout.codes) for layout in layouts)  # {module}.{param} fits any name
+        layouts = [layout for layout in layouts if len(layout.codes) == most]
+        fitting = [layout for layout in layouts if self._places[name].dtype in layout.dtypes]
+        if not fitting:
+            return f"{said}: expected {' or '.join(dict.fromkeys(dtype for one in layouts for dtype in one.dtypes))}"
+        needed = [part for layout in fitting for part in layout.needed(name)]
+        if missing := [part for part in needed if part not in self._places]:
+            return f"{said}, and its scales {missing[0]} are missing"
+        return f"{said}, and its scales {needed[0]} are {self._places[needed[0]].dtype}, which no layout has"
 
     def place(self, name: str) -> TensorPlace:
         """Where the codes of a weight are, or the tensor itself."""
@@ -150,11 +166,17 @@ class SafetensorsCheckpoint:
         with self._explained(name):
             return self.quantized[name].layout.decode(self.stored(name))
 
+    def stored_as(self, name: str) -> str:
+        """What a quantized weight is stored in, for people: FP8, INT4 …"""
+        with self._explained(name):
+            return self.quantized[name].layout.words(self.stored(name))
+
     def stored(self, name: str) -> StoredWeight:
         names = self.quantized[name].names
         sizes = {role: self._places[tensor].size for role, tensor in names.items()}
         facts = self._facts[self._places[names["codes"]].path].get(name, {})
-        return StoredWeight(names, sizes, lambda role: self._tensor(names[role]), self.settings, facts)
+        settings = settings_of(self.settings, name.removesuffix(".weight"))
+        return StoredWeight(names, sizes, lambda role: self._tensor(names[role]), settings, facts)
 
     def _tensor(self, name: str) -> Tensor:
         path = self._places[name].path
@@ -168,11 +190,16 @@ class SafetensorsCheckpoint:
         try:
             yield
         except LayoutError as error:
-            raise CheckpointError(f"checkpoint {self.directory}: {error}") from error
+            of = "" if name.removesuffix(".weight") in str(error) else f"{name}: "
+            raise CheckpointError(f"checkpoint {self.directory}: {of}{error}") from error
         except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"checkpoint {self.directory}: the tensors of {name} do not fit together: {describe(error)}"
             ) from error
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 @contextmanager

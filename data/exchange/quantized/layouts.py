@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 
 from binade.data.exchange.quantized import bitsandbytes
 from binade.data.exchange.quantized.stored import (
@@ -24,6 +25,7 @@ from binade.data.exchange.quantized.stored import (
     mxfp8,
     nvfp4,
     packed,
+    packed_bits,
     packed_shape,
 )
 
@@ -56,7 +58,7 @@ def _awq_shape(stored: StoredWeight) -> Shape:
 class WeightLayout:
     """How a tool stores a quantized weight.
 
-    name        what it is, for people
+    name        what it is, for people; {bits} stands for those of a code
     method      the quant_method of the configuration
     codes       the name of the tensor with the codes; {module} and {param} stand for those of the weight
     dtypes      that this tensor may have, as safetensors names them
@@ -65,6 +67,7 @@ class WeightLayout:
     dimensions  of the codes; None for any number
     shape       of the parameter
     decode      the values. Raises LayoutError
+    bits        of a code, where the name has them. Raises LayoutError
     transposed  whether the parameter is [..., in, out], of [..., out, in] values
     """
 
@@ -77,7 +80,12 @@ class WeightLayout:
     dimensions: int | None = None
     shape: Callable[[StoredWeight], Shape] = _same
     decode: Callable[[StoredWeight], Decoded]
+    bits: Callable[[StoredWeight], int] | None = None
     transposed: bool = False
+
+    def words(self, stored: StoredWeight) -> str:
+        """What a weight is, for people. Raises LayoutError."""
+        return self.name.format(bits=self.bits(stored) if self.bits else "")
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
@@ -100,9 +108,10 @@ class WeightLayout:
                 return None
         return "{module}.{param}".format(**words), found
 
-    def has_codes(self, name: str, dtype: str) -> bool:
-        """Whether a tensor of this name and dtype may have the codes of a weight."""
-        return dtype in self.dtypes and self._pattern.fullmatch(name) is not None
+    def has_codes(self, name: str) -> bool:
+        """Whether a tensor of this name may have the codes of a weight."""
+        match = self._pattern.fullmatch(name)
+        return match is not None and match.groupdict().get("param") != "bias"
 
     def needed(self, name: str) -> list[str]:
         """The names of the other tensors that the codes of this name need."""
@@ -113,6 +122,7 @@ class WeightLayout:
 
 _CT, _AO = "compressed-tensors", "torchao"
 _QDATA = "{module}._{param}_qdata"
+_SMOOTHED = {"inputs": ("{module}.pre_quant_scale", REAL)}  # ModelOpt's AWQ: the input is multiplied by it
 
 
 def _scale(name: str, dtypes: tuple[str, ...] = REAL) -> dict[str, tuple[str, tuple[str, ...]]]:
@@ -125,18 +135,22 @@ def _of_floats(
     packed: str = "{module}.{param}",
     four_bits: tuple[str, ...] = ("U8",),
     real: tuple[str, ...] = REAL,
+    optional: Mapping[str, tuple[str, tuple[str, ...]]] = MappingProxyType({}),
 ) -> tuple[WeightLayout, ...]:
     """FP8 with floating-point scales, MXFP8, and MXFP4 whose codes are `packed`. real: the dtypes of the scales of FP8;
     four_bits: of the codes of MXFP4."""
     return (
-        WeightLayout(name="FP8", method=method, dtypes=F8, parts=_scale(scale, real), decode=floats),
-        WeightLayout(name="MXFP8", method=method, dtypes=F8, parts=_scale(scale, E8M0), decode=mxfp8),
+        WeightLayout(name="FP8", method=method, dtypes=F8, parts=_scale(scale, real), optional=optional, decode=floats),
+        WeightLayout(
+            name="MXFP8", method=method, dtypes=F8, parts=_scale(scale, E8M0), optional=optional, decode=mxfp8
+        ),
         WeightLayout(
             name="MXFP4",
             method=method,
             codes=packed,
             dtypes=four_bits,
             parts=_scale(scale, E8M0),
+            optional=optional,
             shape=_halved,
             decode=mxfp4,
         ),
@@ -165,7 +179,7 @@ LAYOUTS = (
         decode=integers,
     ),
     WeightLayout(
-        name="packed integers",
+        name="INT{bits}, packed",
         method=_CT,
         codes="{module}.{param}_packed",
         dtypes=("I32",),
@@ -173,6 +187,7 @@ LAYOUTS = (
         parts=_scale("{module}.{param}_scale") | {"shape": ("{module}.{param}_shape", ("I64",))},
         optional={"zero": ("{module}.{param}_zero_point", ("I32",))},
         decode=packed,
+        bits=packed_bits,
     ),
     WeightLayout(
         name="NVFP4",
@@ -191,8 +206,9 @@ LAYOUTS = (
         shape=_halved,
         decode=nvfp4,
         parts=_scale("{module}.{param}_scale", F8) | {"outer": ("{module}.{param}_scale_2", REAL)},
+        optional=_SMOOTHED,
     ),
-    *_of_floats("modelopt", "{module}.{param}_scale"),
+    *_of_floats("modelopt", "{module}.{param}_scale", optional=_SMOOTHED),
     WeightLayout(
         name="FP8", method=_AO, codes=_QDATA, dtypes=F8, parts=_scale("{module}._{param}_scale"), decode=floats
     ),
@@ -216,6 +232,18 @@ LAYOUTS = (
         decode=nvfp4,
     ),
     WeightLayout(
+        name="MXFP8", method=_AO, codes=_QDATA, dtypes=F8, parts=_scale("{module}._{param}_scale", E8M0), decode=mxfp8
+    ),
+    WeightLayout(
+        name="MXFP4",
+        method=_AO,
+        codes=_QDATA,
+        dtypes=("U8",),
+        parts=_scale("{module}._{param}_scale", E8M0),
+        shape=_halved,
+        decode=mxfp4,
+    ),
+    WeightLayout(
         name="AWQ INT4",
         method="awq",
         codes="{module}.qweight",
@@ -226,7 +254,7 @@ LAYOUTS = (
         decode=awq,
     ),
     WeightLayout(
-        name="GPTQ",
+        name="GPTQ INT{bits}",
         method="gptq",
         codes="{module}.qweight",
         dtypes=("I32",),
@@ -235,6 +263,7 @@ LAYOUTS = (
         parts=_scale("{module}.scales") | {"zero": ("{module}.qzeros", ("I32",))},
         optional={"group": ("{module}.g_idx", ("I32",))},
         decode=gptq,
+        bits=lambda stored: stored.whole("bits"),
     ),
     *(
         WeightLayout(

@@ -21,9 +21,13 @@ class CheckpointError(ValueError):
 
 
 def quantization_of(directory: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The quantization_config of a checkpoint, {} if it is not quantized. config: the content of config.json. Raises
-    CheckpointError."""
-    settings = config.get("quantization_config")
+    """The quantization_config of a checkpoint, {} if it is not quantized. config: the content of config.json, where
+    models of several kinds of input have it in text_config, and old ones of compressed-tensors as compression_config.
+    Raises CheckpointError."""
+    text = config.get("text_config")
+    tables = (config, text) if isinstance(text, dict) else (config,)
+    found = (table.get(key) for key in ("quantization_config", "compression_config") for table in tables)
+    settings = next(filter(None, found), None)
     if not settings and (directory / OF_MODELOPT).is_file():
         of_modelopt = read_settings(directory / OF_MODELOPT).get("quantization")
         if isinstance(of_modelopt, dict) and of_modelopt.get("quant_algo"):

@@ -30,7 +30,7 @@ class StoredWeight:
     names     of its tensors, by what they are: codes, scale, zero …
     sizes     their shapes
     tensor    reads one of them
-    settings  the quantization_config
+    settings  of the weight: see `rules.settings_of`
     facts     what the header of the file says of this weight (torchao)
     """
 
@@ -41,12 +41,6 @@ class StoredWeight:
     facts: Mapping[str, Any]
 
     def setting(self, name: str) -> Any:
-        """A setting of all weights: of the configuration, or of its groups if they agree; else None."""
-        groups = self.settings.get("config_groups")
-        found = [group.get("weights") for group in groups.values()] if isinstance(groups, dict) else []
-        values = [table.get(name) for table in found if isinstance(table, dict)]
-        if values and all(value == values[0] for value in values):
-            return values[0]
         return self.settings.get(name)
 
     def whole(self, name: str) -> int:
@@ -109,7 +103,7 @@ def mxfp8(stored: StoredWeight) -> Decoded:
 
 def packed(stored: StoredWeight) -> Decoded:
     """Integers of compressed-tensors, packed without gaps into 32-bit words along the last axis."""
-    columns, bits = packed_shape(stored)[-1], _bits(stored)
+    columns, bits = packed_shape(stored)[-1], packed_bits(stored)
     offset = 1 << (bits - 1)
     codes = (dense(stored.tensor("codes"), bits, columns) - offset).float()
     zero = None
@@ -130,16 +124,24 @@ def packed_shape(stored: StoredWeight) -> tuple[int, ...]:
     return size
 
 
-def _bits(stored: StoredWeight) -> int:
-    bits = stored.setting("num_bits") or stored.sizes["codes"][-1] * 32 // packed_shape(stored)[-1]
+def packed_bits(stored: StoredWeight) -> int:
+    """Of a code. Raises LayoutError if the words of a line hold more or fewer codes than it has values."""
+    words, columns = stored.sizes["codes"][-1], packed_shape(stored)[-1]
+    bits = stored.setting("num_bits") or words * 32 // columns
     if type(bits) is not int or not 1 <= bits <= 8:
         raise LayoutError(f"{stored.names['codes']} has codes of {bits!r} bits: expected 1 to 8")
+    if words != -(-columns * bits // 32):
+        raise LayoutError(
+            f"{stored.names['codes']} has {words} words in a line of {columns} codes, but {bits} bits need "
+            f"{-(-columns * bits // 32)}"
+        )
     return bits
 
 
 def awq(stored: StoredWeight) -> Decoded:
     """AutoAWQ's layout for GEMMs: [in, out], eight codes of 4 bits to a word in AWQ_ORDER."""
-    if stored.setting("bits") != 4 or str(stored.setting("version")).lower() != "gemm":
+    version = stored.setting("version") or stored.setting("format") or "gemm"  # as transformers' AwqConfig reads it
+    if stored.setting("bits") != 4 or str(version).lower() != "gemm":
         raise LayoutError(f"{stored.names['codes']} is not in the layout gemm with 4 bits, the only one that is read")
     codes, zeros = (_awq_order(stored.tensor(name)) for name in ("codes", "zero"))
     return _grouped(stored, codes, zeros)
@@ -159,7 +161,7 @@ def gptq(stored: StoredWeight) -> Decoded:
     rows, inputs = stored.tensor("codes").mT.contiguous(), gptq_shape(stored)[1]
     codes = dense(rows, bits, inputs).mT
     zeros = dense(stored.tensor("zero"), bits, codes.shape[1])
-    if stored.setting("checkpoint_format") != "gptq_v2":
+    if (stored.setting("checkpoint_format") or stored.setting("format")) != "gptq_v2":
         zeros = (zeros + 1) & ((1 << bits) - 1)
     return _grouped(stored, codes, zeros)
 
@@ -184,7 +186,10 @@ def _grouped(stored: StoredWeight, codes: Tensor, zeros: Tensor) -> Decoded:
     groups = int(group.max()) + 1
     if int(group.min()) < 0 or groups > len(scales) or ("group" not in stored.sizes and groups < len(scales)):
         raise LayoutError(f"{stored.names['scale']} has {len(scales)} groups, but the inputs belong to {groups}")
-    return Decoded(((codes - zeros[group]) * scales[group]).mT.contiguous(), scales)
+    length = size if type(size) is int and size > 0 else len(codes)
+    in_order = torch.equal(group, torch.arange(len(codes)) // length)
+    block = (ROW if length != size else Block(1, length)) if in_order else None
+    return Decoded(((codes - zeros[group]) * scales[group]).mT.contiguous(), scales, block=block)
 
 
 def dense(words: Tensor, bits: int, count: int) -> Tensor:
@@ -211,7 +216,7 @@ def scaled(
     factor of the tensor, or divided by it, first. block: what shares a scale; None: as the settings or the shapes
     say."""
     scale = _factors(stored.tensor("scale"))
-    lengths = _lengths(stored, codes, block)
+    declared = lengths = _lengths(stored, codes, block)
     if stored.facts.get("is_swizzled_scales") and block:
         scale = unswizzled(stored, scale, (codes.shape[-2], -(-codes.shape[-1] // lengths[1])) if lengths else ())
     if scale.numel() == 1:
@@ -236,7 +241,13 @@ def scaled(
             outer = stored.tensor(name).float()
             outer = outer.reshape(-1, *[1] * (codes.dim() - 1)) if outer.numel() > 1 else outer.reshape(())
             whole = whole * outer if name == "outer" else whole / outer
-    return Decoded(codes.mul_(whole), scale, element, block or _block(scale, codes, lengths))
+    values = codes.mul_(whole)
+    if "inputs" in stored.sizes:  # what multiplies the input multiplies the weight: its values are on no grid
+        inputs = stored.tensor("inputs").float().reshape(-1)
+        if inputs.shape != codes.shape[-1:]:
+            raise LayoutError(unfit(stored, inputs.shape, codes.shape[-1:], "inputs"))
+        return Decoded(values.mul_(inputs), scale)
+    return Decoded(values, scale, element, block or _block(scale, codes, declared))
 
 
 def _factors(scale: Tensor) -> Tensor:
@@ -255,11 +266,11 @@ def _lengths(stored: StoredWeight, codes: Tensor, block: Block | None) -> tuple[
     return (1, group) if type(group) is int and group > 0 else None
 
 
-def _block(scale: Tensor, codes: Tensor, lengths: tuple[int, int] | None) -> Block:
-    """What shares a scale: by the settings, else by the shapes."""
+def _block(scale: Tensor, codes: Tensor, declared: tuple[int, int] | None) -> Block:
+    """What shares a scale: by the settings, where a weight may be smaller than a block, else by the shapes."""
     rows, columns = (-(-n // count) for n, count in zip(codes.shape[-2:], scale.shape[-2:], strict=True))
-    if lengths and lengths[0] > 1 and scale.numel() > 1:
-        return Block(*lengths)
+    if declared and rows <= declared[0] and columns <= declared[1]:
+        return Block(*declared)
     if columns == codes.shape[-1]:
         return TENSOR if scale.numel() == 1 else ROW if rows == 1 else Block(rows, columns)
     return Block(rows, columns)
