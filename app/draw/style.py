@@ -56,6 +56,9 @@ FORMAT_COLORS |= DASHED
 # be told apart without red or green cones, as can the formats that runs are most often trained in.
 PALETTE = ["#6366f1", "#ab9218", "#18a0c6", "#ca1f85", "#4b6e22", "#cf7a78", "#a855c7", "#0d9488", "#b4633a", "#6b7a90"]
 MAX_GROUPS = len(PALETTE)
+# For runs whose format has its color taken. The first four can be told apart, and from hifp8, mxfp8 and mxfp4, without
+# red or green cones.
+RUN_COLORS = [*dict.fromkeys(["#18a0c6", "#ca1f85", "#cf7a78", "#22a04a", *PALETTE])]
 ALIKE = 75  # distance of two colors in RGB, below which lines of both are hard to tell apart
 MARKS = 5000  # the most marks that a chart sends to a browser
 BAND = 0.25  # opacity of a selected range
@@ -130,7 +133,8 @@ def styles(groups: list[str], by: str = "", own: Looks | None = None) -> tuple[l
 def run_styles(runs: Sequence[tuple[str, str | None]]) -> list[tuple[str, int]]:
     """The color and the dash of each run, given (what it rounds to, the color that a user chose) in order, so that
     runs added later change nothing. bf16 has its own color, and the first run of each other format that of the format;
-    all others have the palette's. A color that is used again, or is hard to tell from one in use, has another dash."""
+    all others have one of RUN_COLORS. A color that is used again, or is hard to tell from one in use, has another
+    dash."""
     used = Counter(color for _, color in runs if color)
     looks: list[tuple[str, int]] = []
 
@@ -142,9 +146,9 @@ def run_styles(runs: Sequence[tuple[str, str | None]]) -> list[tuple[str, int]]:
         if chosen:
             looks.append((chosen, sum(color == chosen for color, _ in looks) % len(DASHES)))
             continue
-        color = FORMAT_COLORS.get(format_in(rounded) or "", PALETTE[0])
+        color = FORMAT_COLORS.get(format_in(rounded) or "", RUN_COLORS[0])
         if used[color] and rounded != "bf16":
-            color = min(PALETTE, key=lambda candidate: (used[candidate], near(candidate)))
+            color = min(RUN_COLORS, key=lambda candidate: (used[candidate], near(candidate)))
         looks.append((color, near(color) % len(DASHES)))
         used[color] += 1
     return looks

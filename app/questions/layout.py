@@ -223,7 +223,7 @@ def show_answer(opened: Catalog, drawn: Drawn, view: View, reading: Reading) -> 
         show_items.verdict(drawn.verdict)
     for problem in drawn.problems:
         if problem not in reading.problems:  # these are shown above
-            st.info(plain(problem), icon=":material/block:")
+            st.info(plain(problem))
     _reserve(drawn.figures)
     for _, group in groupby(drawn.items, key=lambda item: item.group or id(item)):
         cells: list[list[Item]] = []

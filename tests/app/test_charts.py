@@ -255,7 +255,7 @@ def test_a_long_name_is_not_taken_for_its_end():
 
 
 def test_groups_that_name_no_format_borrow_no_formats_colour():
-    assert not set(style.PALETTE) & set(style.FORMAT_COLORS.values())
+    assert not set(style.RUN_COLORS) & set(style.FORMAT_COLORS.values())
     groups = [str(layer) for layer in range(1, 11)]
     assert len(set(style.colors(groups))) == len(groups)
     assert set(style.colors(TENSORS)) == set(style.PALETTE)
@@ -277,7 +277,7 @@ def luminance(color: str) -> float:
 @pytest.mark.parametrize("background", ["#ffffff", "#0f1219"], ids=["light", "dark"])
 def test_every_colour_stands_out(background):
     """WCAG 2.1, 1.4.11: graphics need a contrast of 3 to 1."""
-    for color in (*style.FORMAT_COLORS.values(), *style.PALETTE, *style.SPARE, style.GREY):
+    for color in (*style.FORMAT_COLORS.values(), *style.RUN_COLORS, *style.SPARE, style.GREY):
         light, dark = sorted((luminance(color), luminance(background)), reverse=True)
         assert (light + 0.05) / (dark + 0.05) >= 3, color
 

@@ -33,7 +33,9 @@ VARIANTS = [style.FORMAT_COLORS[name] for name in style.DASHED]
 def lab(color: str, sight: str) -> np.ndarray:
     """CIE 1976 L*a*b*, as seen in this way."""
     rgb = np.array([int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)])
-    linear = np.array(CONFUSED[sight]) @ np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    linear = np.array(CONFUSED.get(sight, np.eye(3))) @ np.where(
+        rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4
+    )
     t = np.array(XYZ) @ linear.clip(0, 1) / [0.95047, 1, 1.08883]
     x, y, z = np.where(t > 216 / 24389, np.cbrt(t), (24389 / 27 * t + 16) / 116)
     return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
@@ -75,6 +77,16 @@ def test_colors_that_are_drawn_together_differ_for_the_color_blind(colors: list[
         if (apart := difference(lab(one, sight), lab(other, sight))) < 8
     }
     assert near == {}
+
+
+@pytest.mark.parametrize("sight", [*CONFUSED, "all cones"])
+def test_the_runs_that_the_app_collects_first_differ_for_all(sight: str):
+    recipes = ["mxfp4", "bf16", "FA_mxfp4", "linear_mxfp4", "hifp8", "hifp8_scaled", "mxfp8", "FA_linear_mxfp4"]
+    colors = {color for color, _ in style.run_styles([(recipe, None) for recipe in recipes])}
+    assert len(colors) == len(recipes)
+    trained = colors - {style.FORMAT_COLORS["bf16"]}
+    for one, other in itertools.combinations(sorted(trained), 2):
+        assert difference(lab(one, sight), lab(other, sight)) >= (8 if sight in CONFUSED else 15), (one, other)
 
 
 def test_a_format_has_one_color_whatever_it_is_drawn_with():

@@ -110,7 +110,9 @@ def test_a_link_shows_the_view_and_says_what_differs(visit: Visit, root: Path):
     assert at.title[0].value == "Notebook › Sessions" and not at.warning and charts(at) == 1  # its pins and notes
     at = press(at, "Open page")
     assert at.title[0].value == "Map › Map" and at.session_state["shown_view"] == VIEW
-    assert at.session_state["filter_metric"] == "saturated" and chips(at) == ["Quant type: mxfp4"]
+    assert [box.value for box in at.selectbox if box.label == "Color"] == ["saturated"] and chips(at) == [
+        "Quant type: mxfp4"
+    ]
     other = Pin("map", VIEW.params, "map", "of a run that is elsewhere")
     storage.append(root, one.id, Add(other, (RunReference("elsewhere", "0" * 64),)))
     config = next(path for path in root.glob("*mxfp4*/run.json"))

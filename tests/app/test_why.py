@@ -48,6 +48,18 @@ def drawn_why(x: torch.Tensor, spec: str, dim: int = -1, **values: Any) -> Drawn
     return why.draw(alone, values)
 
 
+@pytest.mark.parametrize(("left_out", "of"), [(None, "the values"), (8128.0, "all pairs, masked ones included")])
+def test_the_zeros_of_attention_are_counted_among_all_pairs_and_this_is_said(left_out: float | None, of: str):
+    """The statistics of a row are without masked pairs, so that another share would seem to contradict them."""
+    probs = torch.rand(128, 128, generator=torch.Generator().manual_seed(1)).tril() + 1e-3 * torch.eye(128)
+    summary = vars(summarize(probs)) | {"numel": probs.numel(), "pairs_left_out": left_out}
+    identity = {"dtype": "float32", "tensor_id": "t", "layer_type": "attention", "tensor_name": "attention_probs"}
+    row = pd.Series({"contracted_axis": -1, **identity, **summary})
+    alone = Alone(SimpleNamespace(cache=None), Filter(), row=row, x=probs, spec=Spec.of("mxfp4"))
+    figure = why.draw(alone, {}).get("codebook")
+    assert figure and f"Zeros, 49.6% of {of}, have no magnitude." in str(figure.note)  # 8,128 of 128²
+
+
 def test_hifp8_without_a_scale_says_what_it_would_do_with_one():
     """The figures of FORMATS2.md for N(0, 1) · 1e-4: 19.7 dB without a scale, 31.6 dB with one."""
     x = torch.randn(512, 512, generator=torch.Generator().manual_seed(1)) * 1e-4

@@ -134,7 +134,7 @@ def _advise(opened: Catalog, run_id: str, trained: dict[str, Plan], view: View) 
         read = partial(read_advice, opened.root / run_id, request)
         advice = opened.kept(("advice", run_id, request, opened.state()), read)
     except (AdviceError, RunError, OSError) as error:
-        st.info(plain(f"{str(error)[:1].upper()}{str(error)[1:]}."), icon=":material/block:")
+        st.info(plain(f"{str(error)[:1].upper()}{str(error)[1:]}."))
         return
     st.markdown(plain(str(advice.sentence)))
     for doubt in advice.doubts:

@@ -84,7 +84,7 @@ def _show(opened: Catalog, view: View, reading: Reading) -> Scope | None:
     view = address.followed(view).changed(view=None)
     where, key, map_ = reading.within, _key(opened, reading), _map(opened, reading)
     if isinstance(map_, str):
-        st.info(plain(map_), icon=":material/block:")
+        st.info(plain(map_))
         layout.explain_absence(opened, view, reading)
         return Scope(where).totalled(opened, reading.where)
     if map_.left_out:

@@ -52,7 +52,8 @@ def _against_law(selected: SelectedTensor, whole: Distribution, law: str, precis
     if points.empty:
         return Drawn(problems=("No Q–Q plot: all values are equal.",))
     zeros = whole.total - nonzero.total
-    verdict = together(_fits(table, nonzero.total), _tails(selected.row, nonzero, table), _zeros(zeros, whole.total))
+    left_out = _zeros(selected, zeros, whole.total)
+    verdict = together(_fits(table, nonzero.total), _tails(selected.row, nonzero, table), left_out)
     fitted = laws.fit(nonzero, law)
     note = f"Fitted {LAW_TITLES[law]}: {fitted.text if fitted else 'none'}."
     note += " Dashed: the fitted law."
@@ -122,9 +123,10 @@ def _than(kurtosis: float, other: float, error: float) -> str:
     return "as heavy as" if near else "heavier than" if kurtosis > other else "lighter than"
 
 
-def _zeros(zeros: int, total: int) -> Sentence:
+def _zeros(selected: SelectedTensor, zeros: int, total: int) -> Sentence:
     share = exact(SHARE, zeros / total)
-    return say("{share} of the values are 0 and left out.", share=share) if zeros else Sentence()
+    text = "{share} of {values} are 0 and left out."
+    return say(text, share=share, values=selected.all_values) if zeros else Sentence()
 
 
 NORMALITY = Question(

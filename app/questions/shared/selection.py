@@ -92,6 +92,12 @@ class SelectedTensor(Selection):
         return axes_of(self.opened, self.row)
 
     @property
+    def all_values(self) -> str:
+        """What its values are called where they are counted: unlike the statistics in its row, with masked pairs."""
+        left_out = self.row.get("pairs_left_out")
+        return "all pairs, masked ones included" if pd.notna(left_out) and left_out else "the values"
+
+    @property
     def shape(self) -> str:
         return " × ".join(f"{n:,}" for n in self.x.shape) or "scalar"
 

@@ -237,7 +237,8 @@ def _codebook(
         label = f"{selected.label} · {of}{f' in {subject.note}' if subject.note else ''}"
         meaning = f"Bars, and flushed and saturated as shares of the values: of {of}. Grey: of all values."
     zeros = float(zones.set_index("zone")["share"]["zero"])
-    zero = say("Zeros, {zero} of the values, have no magnitude.", zero=exact(SHARE, zeros)) if zeros else ""
+    text = "Zeros, {zero} of {values}, have no magnitude."
+    zero = say(text, zero=exact(SHARE, zeros), values=selected.all_values) if zeros else ""
     caption = f"{caption}\n{meaning} {OUTCOMES}"
     chart = charts.codebook(table, error, words_of, selected.spec, edges, label, only, behind, chosen.range)
     drawn = pd.concat([table.assign(of="values"), error.rename(columns={"cause": "of"})], ignore_index=True)
