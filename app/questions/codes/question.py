@@ -30,10 +30,10 @@ def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
     flushed = compute.flushed(subject)
     shares = {"already": share.get(ZERO, 0) - flushed, "flushed": flushed, "denormal": share.get(DENORMAL, 0)}
     verdict = say(
-        "{used} of {codes} codes are used; their entropy is {entropy} of {bits} bits. {already} of the values were "
-        "zero already, {flushed} are flushed to zero, and {denormal} get a denormal code.",
+        "{used} of {codes} codes are used; their entropy is {entropy} of {bits} bits. {already} of {values} were zero "
+        "already, {flushed} are flushed to zero, and {denormal} get a denormal code.",
         used=used, codes=1 << element.bits, entropy=exact(ENTROPY, entropy), bits=element.bits,
-        **{name: exact(SHARE, max(value, 0.0)) for name, value in shares.items()},
+        values=selected.all_values, **{name: exact(SHARE, max(value, 0.0)) for name, value in shares.items()},
     )  # fmt: skip
     caption = (
         f"{selected.source(subject.note or 'exact')}\n{about_format(selected.spec)}. "
