@@ -133,6 +133,10 @@ def computed(metric: str, query: CellQuery) -> tuple[pd.DataFrame, int]:
 def no_error(opened: Catalog, where: Filter, fmt: str) -> str:
     if fmt == USED:
         return _nothing_used(opened, where)
+    if not fmt:
+        return _without_spec(opened, where) or (
+            "No operand is scored in any format. Choose a statistic of the values, such as absmax, as metric."
+        )
     if formats := ", ".join(opened.scored_formats(where)):
         return f"The operands are scored in {formats}, not in {fmt}, and have no values on disk to round to it."
     if operands := int(opened.operands(where)["tensors"].sum()):
@@ -152,13 +156,11 @@ def _nothing_used(opened: Catalog, where: Filter) -> str:
     condition, parameters = opened.condition(where)
     known = opened.ask(
         """
-        SELECT count(*) FILTER (format IS NOT NULL) AS rounded, count(*) FILTER (format IS NULL) AS without_spec,
-               count(*) FILTER (format IS NOT NULL AND isnan(sqnr_db) AND nans + infs > 0) AS broken
-        FROM tensor"""
-        f" WHERE (format IS NOT NULL OR mse IS NOT NULL) AND {condition}",
+        SELECT count(*) AS rounded, count(*) FILTER (isnan(sqnr_db) AND nans + infs > 0) AS broken FROM tensor"""
+        f" WHERE format IS NOT NULL AND {condition}",
         parameters,
     )
-    rounded, broken, without_spec = (int(known[name].iloc[0]) for name in ("rounded", "broken", "without_spec"))
+    rounded, broken = (int(known[name].iloc[0]) for name in ("rounded", "broken"))
     if broken:
         return (
             f"{broken:,} of {counted(rounded, 'rounded operand')} hold NaN or Inf and have no error: choose an earlier "
@@ -166,12 +168,23 @@ def _nothing_used(opened: Catalog, where: Filter) -> str:
         )
     if rounded:
         return f"{counted(rounded, 'operand')} were rounded, without a recorded error: choose a format instead."
-    if without_spec:
-        return (
-            f"{counted(without_spec, 'weight')} differ from the original by a measured error, but no format here has "
-            "their codes, so normal values have no error to compare with: choose SQNR as color."
-        )
-    return "None of these operands was rounded when it was recorded: choose a format instead of “as used”."
+    return _without_spec(opened, where) or (
+        "None of these operands was rounded when it was recorded: choose a format instead of “as used”."
+    )
+
+
+def _without_spec(opened: Catalog, where: Filter) -> str:
+    """How many weights have an error and no format, as an audit finds them, or ""."""
+    condition, parameters = opened.condition(where)
+    found = opened.ask(
+        f"SELECT count(*) AS n FROM tensor WHERE format IS NULL AND mse IS NOT NULL AND {condition}", parameters
+    )
+    if not (count := int(found["n"].iloc[0])):
+        return ""
+    return (
+        f"{counted(count, 'weight')} differ from the original by a measured error, but no format here has their codes, "
+        "so normal values have no error to compare with: choose “as used” as format and SQNR as color."
+    )
 
 
 def _no_scale(opened: Catalog, where: Filter, fmt: str) -> str:

@@ -28,8 +28,12 @@ def test_weights_without_a_spec_have_no_error_of_normal_values_and_the_page_says
     quantized = sum(weight.error is not None for weight in audit.weights)
     app = visit(tmp_path, "map")
     text = " ".join(element.value for element in (*app.markdown, *app.info, *app.caption))
-    assert f"{quantized} weights differ from the original" in text and "choose SQNR as color" in text
-    visit(tmp_path, "map", metric="sqnr_db")
+    assert (
+        f"{quantized} weights differ from the original" in text
+        and "choose “as used” as format and SQNR as color" in text
+    )
+    app = visit(tmp_path, "map", metric="sqnr_db", format="used")
+    assert not app.exception and not app.info
 
 
 def test_the_pages_of_an_audit_open(visit, tmp_path):

@@ -223,7 +223,7 @@ def _shaped(rows: int, *scale: int) -> Callable[[Tensors, dict], None]:
         (
             "compressed_tensors_fp8",
             lambda t, _: t.update({"lm_head.weight": t["lm_head.weight"].long()}),
-            "lm_head.weight is I64, but only F64, F32, F16, BF16 can be loaded",
+            "lm_head.weight is I64: expected codes (I8, F8_E4M3, F8_E5M2) or values (F64, F32, F16, BF16)",
         ),
         (
             "compressed_tensors_fp8",

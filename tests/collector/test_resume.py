@@ -38,11 +38,11 @@ SMALL = (
 )  # fmt: skip
 # Where a process kills itself: a function, and in which call of it.
 KILLS = {
-    "after a checkpoint": ("binade.data.run.directory.RunWriter.append_loss", 4),
+    "after a checkpoint": ("binade.data.run.run_writer.RunWriter.append_loss", 4),
     "before a segment": ("binade.collector.capture.writing.write_segment", 3),
     "in a checkpoint": ("binade.collector.training.resume.write_json", 1),
     "while it is resumed": ("binade.collector.training.resume._cut", 1),
-    "before its first checkpoint": ("binade.data.run.directory.RunWriter.append_loss", 1),
+    "before its first checkpoint": ("binade.data.run.run_writer.RunWriter.append_loss", 1),
 }
 
 

@@ -6,8 +6,11 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
+from zlib import crc32
 
+import pyarrow.parquet as pq
 import pytest
 
 from binade.app.sessions import storage
@@ -20,7 +23,7 @@ from binade.data.index.catalog import Catalog
 from binade.data.run.directory import RunError, RunNotes, fingerprint, list_runs, read_run
 from binade.data.run.events import EVENT as EVENTS
 from binade.data.run.events import Event, EventKind, append_event, read_events
-from binade.data.run.experiment import read_results
+from binade.data.run.experiment import EXPERIMENT_TABLES, read_results
 from binade.data.run.losses import LOSS, first_step, read_losses
 from binade.data.run.records import append_record, read_records
 from binade.data.run.run_notes import change_notes, read_notes
@@ -42,7 +45,9 @@ def verified(run: Path) -> None:
         raise RunError(damaged[0])
 
 
-RESULTS = "experiment/results-00000-00000000.parquet"
+EMPTY = BytesIO()
+pq.write_table(EXPERIMENT_TABLES["results"].empty_table(), EMPTY)
+RESULTS = f"experiment/results-00000-{crc32(EMPTY.getvalue()):08x}.parquet"
 # A file of a run, and functions that read or write it.
 FILES: dict[str, tuple[Callable[[Path], object], ...]] = {
     "run.json": (read_run, fingerprint),
@@ -68,7 +73,7 @@ def run(tmp_path: Path) -> Path:
     append_event(run, EVENT)
     change_notes(run, RunNotes("a name"), RunNotes())
     (run / RESULTS).parent.mkdir()
-    (run / RESULTS).write_text("")
+    (run / RESULTS).write_bytes(EMPTY.getvalue())
     return run
 
 

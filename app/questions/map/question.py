@@ -145,7 +145,7 @@ def map_of(opened: Catalog, where: Filter, values: dict[str, Any]) -> Map | str:
     color, across = MAP_MEASURES[values["metric"]], values["across"]
     measure, fmt = color.measure, values["format"] if color.of_format else ""
     if color.of_format and not fmt:
-        return "No operand is scored in any format. Choose a statistic of the values, such as absmax, as metric."
+        return color.nothing(opened, where, "")
     if across not in color.across:
         by = "iteration" if across == ITERATION else "layer"
         return f"The {measure.inline} {color.not_across}, not shown by {by}."

@@ -124,7 +124,8 @@ class SafetensorsCheckpoint:
         layouts = [layout for layout in layouts if len(layout.codes) == most]
         fitting = [layout for layout in layouts if self._places[name].dtype in layout.dtypes]
         if not fitting:
-            return f"{said}: expected {' or '.join(dict.fromkeys(dtype for one in layouts for dtype in one.dtypes))}"
+            codes = ", ".join(dict.fromkeys(dtype for one in layouts for dtype in one.dtypes))
+            return f"{said}: expected codes ({codes}) or values ({', '.join(DTYPES)})"
         needed = [part for layout in fitting for part in layout.needed(name)]
         if missing := [part for part in needed if part not in self._places]:
             return f"{said}, and its scales {missing[0]} are missing"
