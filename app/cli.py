@@ -198,14 +198,17 @@ def _export(root: str | None, session: str, output: Path, values: str) -> int:
     return 0
 
 
-def _import(root: str | None, file: Path) -> None:
+def _import(root: str | None, file: Path) -> int:
     """Add the session and the runs of a bundle to a root."""
+    if not file.is_file():
+        return fail(f"{str(file)!r} {'is no file' if file.exists() else 'does not exist'}: give a bundle", BAD_USAGE)
     from binade.app.sessions import storage
 
     imported, saved = storage.import_bundle(resolve_root(root), file)
     print(storage.summary(imported))
     if saved:
         print(f"session {saved.session.id}: {saved.session.name}")
+    return 0
 
 
 def _list(root: str | None) -> None:
@@ -220,7 +223,6 @@ def _list(root: str | None) -> None:
         fail(problem)
 
 
-ZIP = click.Path(exists=True, dir_okay=False, path_type=Path)
 BUNDLE: dict[str, Any] = {"cancelled": "cancelled: no bundle was written or imported", "failed": "the command failed"}
 serve = Command(
     "serve",
@@ -308,7 +310,7 @@ bundle.add_command(
 bundle.add_command(
     Command(
         "import",
-        params=[click.Argument(["file"], type=ZIP, metavar="FILE.zip"), root_option()],
+        params=[click.Argument(["file"], type=Path, metavar="FILE.zip"), root_option()],
         callback=_import,
         help=_import.__doc__,
         **BUNDLE,

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
@@ -26,14 +26,13 @@ import pyarrow.compute as pc
 
 from binade.data.index.cubes import CUBES, SUMS, next_key, sum_up, transaction
 from binade.data.index.on_disk import Damage, RunOnDisk, mark_of, seen_of
+from binade.data.index.record_files import RecordFile, insert, put_records, read_records, read_results
 from binade.data.index.sketches import places
 from binade.data.index.tables import INDEX_TABLES
-from binade.data.run.directory import RUNNING, NotBegunError, RunError, RunInfo, read_run, run_names
-from binade.data.run.effects import effect_rows
-from binade.data.run.experiment import EXPERIMENT, FORMER, check_experiment, experiment_files
+from binade.data.run.directory import NotBegunError, RunError, RunInfo, read_run, run_names
+from binade.data.run.experiment import EXPERIMENT
 from binade.data.run.losses import first_step
 from binade.data.run.record_kinds import RECORD_KINDS
-from binade.data.run.records import RecordKind, RecordLines, read_lines
 from binade.data.run.run_notes import read_notes
 from binade.data.run.segment import MERGED, SegmentError, read_manifest, read_tables, segment_names
 from binade.data.words.text import describe
@@ -114,8 +113,7 @@ class Intake:
         ]
         added = 0
         for batch in self._read(new):
-            taken_in = _at_once(cursor, batch, _add, lambda segment, error: self._refuse(segment, error, changed))
-            added += len(taken_in)
+            added += len(_at_once(cursor, batch, _add, lambda segment, error: self._refuse(segment, error, changed)))
         sum_up(cursor, self.root)
         if self._vanished:  # merged, or deleted with its run: look again, before rows are missed
             self._damaged = {run_id: damage for run_id, damage in self._damaged.items() if run_id in still}
@@ -216,16 +214,16 @@ class Intake:
     ) -> tuple[set[str], dict[str, list[str]]]:
         """Write the new records and results of runs. Returns the ids of runs with files that cannot be read, and what
         is damaged or cannot be read of each run."""
-        known: dict[str, dict[str, _RecordFile]] = {}
+        known: dict[str, dict[str, RecordFile]] = {}
         for run_id, name, *read in cursor.execute("FROM record_file").fetchall():
-            known.setdefault(run_id, {})[name] = _RecordFile.stored(run_id, name, *read)
+            known.setdefault(run_id, {})[name] = RecordFile.stored(run_id, name, *read)
         unread, faults = set[str](), dict[str, list[str]]()
-        batch: list[_RecordFile] = []
+        batch: list[RecordFile] = []
         for run in runs:
             before = known.get(run.run_id, {})
             kinds = {name: kind for kind in RECORD_KINDS for name in kind.files(run.directory)}
-            files = [_read_records(run, kind, name, before.get(name)) for name, kind in kinds.items()]
-            files += _read_results(run, before.get(EXPERIMENT))
+            files = [read_records(run, kind, name, before.get(name)) for name, kind in kinds.items()]
+            files += read_results(run, before.get(EXPERIMENT))
             for file in files:
                 if file.lines.problem:
                     many = kinds[file.name].many if file.name in kinds else "results"
@@ -233,12 +231,12 @@ class Intake:
                     faults.setdefault(run.run_id, []).append(fault)
                 if not file.is_read:
                     unread.add(run.run_id)
-            batch += (_RecordFile(run.run_id, name) for name in before.keys() - {file.name for file in files})
+            batch += (RecordFile(run.run_id, name) for name in before.keys() - {file.name for file in files})
             batch += (file for file in files if file is not before.get(file.name))
             if sum(len(file.lines.values) for file in batch) >= BATCH:
-                _put_records(cursor, batch)
+                put_records(cursor, batch)
                 batch = []
-        _put_records(cursor, batch)
+        put_records(cursor, batch)
         return unread, faults
 
     def _read(self, new: Iterable[tuple[RunOnDisk, str, int]]) -> Iterator[list[_Segment]]:
@@ -285,32 +283,6 @@ class _Segment:
     name: str
     mtime: int
     tables: dict[str, pa.Table]
-
-
-@dataclass(frozen=True)
-class _RecordFile:
-    """What was read of a file of records, or of the files of an experiment. kind: "" if the file is gone; replaces:
-    whether the lines that the index has are no longer those of the file; mark: its inode, size and time, 0 if it could
-    not be read; effects: the rows of an experiment in the table `effect`."""
-
-    run_id: str
-    name: str
-    kind: str = ""
-    replaces: bool = False
-    mark: tuple[int, int, int] = (0, 0, 0)
-    lines: RecordLines[Any] = field(default_factory=RecordLines)
-    effects: Sequence[list[Any]] = ()
-
-    @classmethod
-    def stored(cls, run_id: str, name: str, *read: Any) -> _RecordFile:
-        """From its row in the table `record_file`, without the lines."""
-        *mark, count, stop, problem = read
-        lines = RecordLines[Any](count=count, stop=stop, problem=problem)
-        return cls(run_id, name, mark=(mark[0], mark[1], mark[2]), lines=lines)
-
-    @property
-    def is_read(self) -> bool:
-        return self.mark != (0, 0, 0)
 
 
 def _at_once(
@@ -372,91 +344,10 @@ def _take_over(cursor: duckdb.DuckDBPyConnection, on_disk: RunOnDisk, taken: dic
                 taken[name] = on_disk.segments[name]
 
 
-def _insert(cursor: duckdb.DuckDBPyConnection, sql: str, rows: pa.Table) -> None:
-    """Run a statement that reads the table `incoming`."""
-    cursor.register("incoming", rows)
-    cursor.execute(sql)
-
-
 def _put_runs(cursor: duckdb.DuckDBPyConnection, rows: list[list[Any]]) -> None:
     columns = [pa.array(column) for column in zip(*rows, strict=True)]
     table = pa.Table.from_arrays(columns, names=[f"column{number}" for number in range(len(columns))])
-    _insert(cursor, "INSERT OR REPLACE INTO run FROM incoming", table)
-
-
-def _read_records(run: RunInfo, kind: RecordKind[Any], name: str, known: _RecordFile | None) -> _RecordFile:
-    """A file of records: `known`, which the index has of it, unless it has changed; its new lines if it has only grown,
-    else all."""
-    mark, grown = (0, 0, 0), False
-    try:
-        found = os.stat(run.directory / name, follow_symlinks=False)
-        mark = found.st_ino, found.st_size, found.st_mtime_ns
-        if known and mark == known.mark:
-            return known
-        if known and mark[0] == known.mark[0] and mark[1] > known.mark[1]:
-            grown = True
-            lines = read_lines(kind, run.directory, name, known.lines.stop, known.lines.count)
-            lines = replace(lines, problem=known.lines.problem or lines.problem)
-        else:
-            lines = read_lines(kind, run.directory, name)
-    except OSError as error:
-        mark, lines = (0, 0, 0), RecordLines(problem=describe(error))
-    return _RecordFile(run.run_id, name, kind.name, known is not None and not grown, mark, lines)
-
-
-def _read_results(run: RunInfo, known: _RecordFile | None) -> list[_RecordFile]:
-    """The files of a run's experiment as one, if it has any: `known`, which the index has of them, unless they have
-    changed. While the run goes on, they are replaced, and not checked."""
-    names = [*experiment_files(run.directory), *(name for name in FORMER if os.path.lexists(run.directory / name))]
-    if not names:
-        return []
-    mark, lines, effects = (0, 0, 0), RecordLines[Any](), list[list[Any]]()
-    try:
-        found = [os.stat(run.directory / name, follow_symlinks=False) for name in names]
-        mark = sum(s.st_ino for s in found) % 2**63, sum(s.st_size for s in found), max(s.st_mtime_ns for s in found)
-        if known and mark == known.mark:
-            return [known]
-        effects = effect_rows(run.run_id, run.directory)
-        if run.status.state != RUNNING:
-            check_experiment(run.directory)
-    except (OSError, RunError, ValueError) as error:
-        lines = RecordLines(problem=describe(error))
-        mark = (0, 0, 0) if isinstance(error, OSError) else mark
-    if run.status.state == RUNNING:
-        mark, lines = (0, 0, 0), RecordLines()
-    return [_RecordFile(run.run_id, EXPERIMENT, EXPERIMENT, True, mark, lines, effects)]
-
-
-def _put_records(cursor: duckdb.DuckDBPyConnection, files: list[_RecordFile]) -> None:
-    """Write what was read of files in one transaction: one for each file would take as long as the disk does, thousands
-    of times."""
-    columns: dict[str, list[Any]] = {name: [] for name in (column.name for column in INDEX_TABLES["record"].columns)}
-    for file in files:
-        values = file.lines.values
-        columns["iteration"] += (value["iteration"] if isinstance(value, dict) else value.iteration for value in values)
-        columns["record"] += file.lines.texts
-        columns["line"] += file.lines.numbers
-        for column, word in (("run_id", file.run_id), ("kind", file.kind), ("file", file.name)):
-            columns[column] += [word] * len(values)
-    with transaction(cursor) if files else nullcontext():
-        for file in files:
-            for table in ("record", "record_file") if not file.kind else ("record",) if file.replaces else ():
-                cursor.execute(f"DELETE FROM {table} WHERE run_id = ? AND file = ?", [file.run_id, file.name])
-            if file.name == EXPERIMENT:
-                cursor.execute("DELETE FROM effect WHERE run_id = ?", [file.run_id])
-                if file.effects:
-                    places = ", ".join("?" * len(file.effects[0]))
-                    cursor.executemany(f"INSERT INTO effect VALUES ({places})", file.effects)
-        if columns["record"]:
-            _insert(cursor, "INSERT INTO record BY NAME FROM incoming", pa.table(columns))
-        rows = [
-            [file.run_id, file.name, *file.mark, file.lines.count, file.lines.stop, file.lines.problem]
-            for file in files
-            if file.kind
-        ]
-        if rows:
-            table = pa.table([*map(pa.array, zip(*rows, strict=True))], names=[f"column{at}" for at in range(8)])
-            _insert(cursor, "INSERT OR REPLACE INTO record_file FROM incoming", table)
+    insert(cursor, "INSERT OR REPLACE INTO run FROM incoming", table)
 
 
 def _add(cursor: duckdb.DuckDBPyConnection, segments: list[_Segment]) -> None:
@@ -480,7 +371,7 @@ def _add(cursor: duckdb.DuckDBPyConnection, segments: list[_Segment]) -> None:
         first += len(segment.tables["tensor"])
     for name, parts in tables.items():
         if len(rows := pa.concat_tables(parts)):
-            _insert(cursor, f"INSERT INTO {name} FROM incoming", rows)
+            insert(cursor, f"INSERT INTO {name} FROM incoming", rows)
     runs = list({segment.run_id for segment in segments})
     twice = cursor.execute(
         "SELECT tensor_id FROM tensor WHERE run_id IN (SELECT unnest(?)) GROUP BY ALL HAVING count(*) > 1 LIMIT 1",
@@ -488,7 +379,7 @@ def _add(cursor: duckdb.DuckDBPyConnection, segments: list[_Segment]) -> None:
     ).fetchall()
     if twice:
         raise ValueError(f"the tensor id {twice[0][0]!r} occurs twice")
-    _insert(cursor, "INSERT INTO segment FROM incoming", pa.Table.from_pylist(names))
+    insert(cursor, "INSERT INTO segment FROM incoming", pa.Table.from_pylist(names))
 
 
 def _drop(cursor: duckdb.DuckDBPyConnection, run_id: str) -> None:

@@ -163,7 +163,7 @@ def test_many_files_are_written_in_one_transaction(run: Path, monkeypatch: pytes
     for number in range(20):
         shutil.copytree(run, run.with_name(f"{run.name}_{number}"))
     writes = []
-    monkeypatch.setattr(intake, "_put_records", lambda *given, put=intake._put_records: writes.append(put(*given)))
+    monkeypatch.setattr(intake, "put_records", lambda *given, put=intake.put_records: writes.append(put(*given)))
     with Catalog.open(run.parent) as catalog:
         assert writes == [None]
         found = catalog.records(LOSS, [path.name for path in run.parent.iterdir() if path.is_dir()])
