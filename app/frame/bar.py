@@ -29,7 +29,6 @@ SCOPE_FIELDS = ("run_id", "iteration")  # fields of the filter that are chosen i
 CHIPS = ("layer_index", "phase", "operation", "module", "tensor_name", "quant_type")  # that Explore always shows
 TOGETHER = {"phase": ("phase", "operation"), "operation": ("phase", "operation")}  # fields with few values
 MORE = "more"
-BOXES = "scope_boxes"  # the key of the widget that each box has now, in the session's state
 OPEN = "open_chip"  # the key of the field whose values are listed, or MORE for the other fields
 MOST_LISTED = 40  # values that are listed; more numbers are chosen with a slider, more names from a list
 NAMED = 2  # values that a chip names
@@ -94,10 +93,8 @@ def _scope(reading: Reading) -> tuple[str, ...]:
     return tuple(name for question in room for name in question.scope)
 
 
-def _choose(name: str, box: str, widget: str) -> None:
-    if st.session_state[BOXES][box] != widget:
-        return
-    value = st.session_state[widget]
+def _choose(name: str, widget: str = "") -> None:
+    value = st.session_state[key(widget or name)]
     if name == "format" and value and AnyFormat().value_of(value) is None:
         st.toast(plain(f"There is no format {value[:40]!r}."), icon=":material/error:")
     elif value != SEVERAL:
@@ -105,21 +102,11 @@ def _choose(name: str, box: str, widget: str) -> None:
 
 
 def _box(name: str, label: str, options: list[Any], chosen: Any, width: int, field: str = "", **more: Any) -> None:
-    """One choice of the scope, with its label before it.
-
-    With each request, the browser sends the values of the boxes that it shows. If anything else has changed a value
-    meanwhile, Streamlit takes the former one for a choice of the user. A box whose value anything else has changed is
-    therefore another widget, and what the browser still sends of the former one changes nothing.
-    """
-    state = st.session_state
-    boxes: dict[str, str] = state.setdefault(BOXES, {})
-    widget = boxes.setdefault(name, key(name))
-    if state.get(widget, chosen) != chosen:
-        widget = boxes[name] = key(name) if widget != key(name) else f"{key(name)}_other"
-    state[widget] = chosen
+    """One choice of the scope, with its label before it."""
+    st.session_state[key(name)] = chosen
     st.selectbox(
-        label, options, key=widget, width=width, filter_mode="contains", on_change=_choose,
-        args=(field or name, name, widget), **more,
+        label, options, key=key(name), width=width, filter_mode="contains", on_change=_choose,
+        args=(field or name, name), **more,
     )  # fmt: skip
 
 

@@ -362,7 +362,7 @@ def test_the_command_line(root: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["bundle", "import", str(out), "--tensor-save-dir", str(tmp_path / "other")]) == 0
     assert f"session {one.id}: A finding" in capsys.readouterr().out
     for arguments in (["export", "no-such", "--output", str(out)], ["import", str(tmp_path / "absent.zip")]):
-        assert main(["bundle", *arguments, *where]) == 1
+        assert main(["bundle", *arguments, *where]) == 2
         error = capsys.readouterr().err
         assert error.startswith("binade: ") and error.count("\n") == 1
     assert main(["bundle", "export", one.id]) == 2 and "'--output'" in capsys.readouterr().err

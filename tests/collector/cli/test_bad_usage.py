@@ -20,7 +20,7 @@ TO_CSV = ("--to", "csv", "--output", "{tmp}/out")
         (("bundle", "export", "mine", "--output", "{tmp}/a.zip", "--tensor-save-dir", "{tmp}/nowhere"), ROOT),
         (("bundle", "export", "mine", "--output", "{tmp}/a.zip", "--tensor-save-dir", "{tmp}"), "no session 'mine'"),
         (("bundle", "import", "{tmp}/nowhere"), "'{tmp}/nowhere' does not exist"),
-        (("bundle", "import", "{tmp}"), "'{tmp}' is a directory"),
+        (("bundle", "import", "{tmp}"), "'{tmp}' is no file: give a bundle"),
         (("verify", "{tmp}", "nothing"), "{tmp} has no run 'nothing': give the name of a directory in it"),
         (("run", "--resume", "nothing", "--tensor-save-dir", "{tmp}"), "{tmp} has no run 'nothing'"),
         (("identify", "{tmp}/x.pt", "{tmp}/x.pt", "--tensor-scale", "nan"), "'nan' is not a finite number"),
