@@ -32,4 +32,4 @@ def test_ctrl_c_ends_the_app(tmp_path):
     until(lambda: answers(app.pid, f"http://127.0.0.1:{port}"), "the app", 600)
     app.send_signal(signal.SIGINT)
     done = ended(app)
-    assert (done.returncode, done.stderr) == (130, "")
+    assert done.returncode == 130 and done.stderr in ("", "\n")  # the line of ^C ends

@@ -148,7 +148,7 @@ def run_styles(runs: Sequence[tuple[str, str | None]]) -> list[tuple[str, int]]:
             continue
         color = FORMAT_COLORS.get(format_in(rounded) or "", RUN_COLORS[0])
         if used[color] and rounded != "bf16":
-            color = min(RUN_COLORS, key=lambda candidate: (used[candidate], near(candidate)))
+            color = min(RUN_COLORS, key=lambda candidate: used[candidate])
         looks.append((color, near(color) % len(DASHES)))
         used[color] += 1
     return looks
