@@ -32,16 +32,7 @@ from binade.data.exchange.read_tables import UnreadableError, check_readable
 from binade.data.index.cache import Done
 from binade.data.index.catalog import Catalog
 from binade.data.run.access import check_writable
-from binade.data.run.directory import (
-    QUEUED,
-    RUNNING,
-    RunError,
-    RunInfo,
-    fingerprint,
-    list_runs,
-    read_run,
-    run_names,
-)
+from binade.data.run.directory import QUEUED, RUNNING, RunError, RunInfo, fingerprint, list_runs, read_run, run_names
 from binade.data.run.events import EVENT, read_events
 from binade.data.run.experiment import EXPERIMENT, RESULT_FILE, check_experiment, experiment_files
 from binade.data.run.json_files import sealed

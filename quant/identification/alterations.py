@@ -55,9 +55,7 @@ class Alteration:
         scale = spec.scaling.block_scale(blocks, spec, outer)
         if self.scale:
             scale = self.scale(scale, blocks, spec, outer)
-        factors = spec.scaling.factors(scale, spec, outer)
-        if self.factors:
-            factors = self.factors(scale, blocks, spec, outer)
+        factors = self.factors(scale, blocks, spec, outer) if self.factors else spec.scaling.factors(scale, spec, outer)
         encoded = self.encode(blocks, factors)
         if self.scaled:
             encoded = self.scaled(encoded)
