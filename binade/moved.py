@@ -15,7 +15,7 @@ from types import ModuleType
 _ROOMS = {
     "data.run": (
         "runs:directory columns tensor_kinds segment store tensor_files json_files events notes twin:evaluations "
-        "effects parity_results continued merge verify access experiment rounding_alone convert"
+        "effects parity_results continued merge verify access experiment rounding_alone"
     ),
     "data.index": (
         "index_tables:tables intake catalog cache open_index:opened sketches score_queries sandbox statement "

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+import zipfile
 from collections.abc import Iterator
 from contextlib import nullcontext
 from datetime import datetime
@@ -574,17 +575,23 @@ def test_a_bundle_is_no_folder(command, tmp_path, capsys, output):
 def test_a_bundle_that_is_interrupted_leaves_nothing(tmp_path, verb, number):
     root, out = tmp_path / "root", tmp_path / "out"
     out.mkdir()
+    made = tmp_path / "made"
+    run = make_run(made, tensors(1))
+    with Catalog.open(made) as opened:
+        session = refreshed(opened, sessions.new("Long", View("explore", {"view": ["explore"]})))
+        saved = storage.create(made, session).session
+        if verb == "import":
+            storage.export_bundle(opened, saved, tmp_path / "large.zip", values=True)
     if verb == "import":
-        os.mkfifo(tmp_path / "endless.zip")  # nobody writes into it
-        arguments, watched = [str(tmp_path / "endless.zip")], root
+        arguments, watched = [str(tmp_path / "large.zip")], root
+        with zipfile.ZipFile(arguments[0], "a", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+            with archive.open(f"runs/{run.run_id}/tensors/r00-000009.pt", "w") as large:  # takes a while to unpack
+                for _ in range(1024):
+                    large.write(bytes(1 << 20))
     else:
-        run = make_run(root, tensors(1))
+        arguments, watched, root = [saved.id, "--output", str(out / "x.zip")], out, made
         with open(run.directory / "log.txt", "ab") as log:
             log.truncate(4 << 30)  # takes a while to pack
-        with Catalog.open(root) as opened:
-            made = refreshed(opened, sessions.new("Long", View("explore", {"view": ["explore"]})))
-            saved = storage.create(root, made).session
-        arguments, watched = [saved.id, "--output", str(out / "x.zip")], out
     process = start_binade("bundle", verb, *arguments, "--tensor-save-dir", root)
     until(lambda: list(watched.glob(".*.part")) or process.poll() is not None, "the bundle to be begun")
     process.send_signal(number)

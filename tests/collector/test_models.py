@@ -682,7 +682,7 @@ DAMAGE = {
     **{
         f"weights in {dtype}": (
             lambda d, dtype=dtype: edit_weights(d, **{"model.norm.weight": torch.ones(256).to(dtype)}),
-            f"model.norm.weight is {name}, but only F64, F32, F16, BF16 can be loaded",
+            f"model.norm.weight is {name}, and config.json has no quantization_config: expected F64, F32, F16, BF16",
         )
         for dtype, name in ((torch.int8, "I8"), (torch.bool, "BOOL"), (torch.float8_e4m3fn, "F8_E4M3"))
     },
