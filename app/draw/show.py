@@ -23,6 +23,7 @@ from binade.app.draw.formatting import plain
 from binade.app.draw.style import CHOSEN, CLEARED, DRAGGED, MEASURES, ONLY
 from binade.app.draw.text_width import text_width
 from binade.app.frame.bar import only
+from binade.app.frame.callbacks import while_shown
 from binade.app.frame.state import catalog
 from binade.app.report.rendering import RenderError
 from binade.app.sessions import open_session
@@ -103,8 +104,8 @@ def draw(
 
     with card:
         result = _menu(
-            _charts, key, name, data, lambda end: exports.of_figure(figure, end), on_selected_change=hear,
-            on_pinned_change=lambda: open_session.pin(figure, view),
+            _charts, key, name, data, lambda end: exports.of_figure(figure, end),
+            on_selected_change=while_shown(key, hear), on_pinned_change=lambda: open_session.pin(figure, view),
         )  # fmt: skip
     if note := f"{figure.note} {figure.hint if choose or on_brush else ''}".strip():
         card.caption(note)
@@ -133,7 +134,7 @@ def _menu(
         st.session_state[waiting] = file_of(st.session_state[key].saved, content)
 
     given = {"name": file_name(name), "saved": st.session_state.pop(waiting, None)}
-    return made()(key=key, data=data | given, on_saved_change=save, **options)
+    return made()(key=key, data=data | given, on_saved_change=while_shown(key, save), **options)
 
 
 def file_name(name: str) -> str:
@@ -217,7 +218,11 @@ def table(table: Table, on_choose: Callable[[Any], None] | None = None) -> Any:
             if on_choose and (value := chosen(st.session_state[key])) is not None:
                 on_choose(value)
 
-        options |= {"key": key, "on_select": choice if on_choose else "rerun", "selection_mode": "single-row"}
+        options |= {
+            "key": key,
+            "on_select": while_shown(key, choice) if on_choose else "rerun",
+            "selection_mode": "single-row",
+        }
     with st.expander(table.title, expanded=True) if table.foldable else nullcontext():
         if table.title and not table.foldable:
             st.markdown(table.title)

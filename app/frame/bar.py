@@ -14,6 +14,7 @@ import streamlit as st
 from binade.app.draw.formatting import plain
 from binade.app.draw.glossary import TERMS
 from binade.app.frame import address
+from binade.app.frame.callbacks import while_shown
 from binade.app.measures.registry import MAP_MEASURES, recorded_measures
 from binade.app.questions.shared.labels import group_name
 from binade.app.questions.shared.runs import every_run, given_names, labels_of, run_titles
@@ -29,6 +30,7 @@ SCOPE_FIELDS = ("run_id", "iteration")  # fields of the filter that are chosen i
 CHIPS = ("layer_index", "phase", "operation", "module", "tensor_name", "quant_type")  # that Explore always shows
 TOGETHER = {"phase": ("phase", "operation"), "operation": ("phase", "operation")}  # fields with few values
 MORE = "more"
+BOXES = "scope_boxes"  # the key of the widget that each box has now, in the session's state
 OPEN = "open_chip"  # the key of the field whose values are listed, or MORE for the other fields
 MOST_LISTED = 40  # values that are listed; more numbers are chosen with a slider, more names from a list
 NAMED = 2  # values that a chip names
@@ -93,8 +95,31 @@ def _scope(reading: Reading) -> tuple[str, ...]:
     return tuple(name for question in room for name in question.scope)
 
 
-def _choose(name: str, widget: str = "") -> None:
-    value = st.session_state[key(widget or name)]
+def _drawn(name: str, shown: Any) -> str:
+    """The key of the widget of a box that shows this.
+
+    With each request, the browser sends the values of the boxes that it shows. If anything else has changed a value
+    meanwhile, Streamlit takes the former one for a choice of the user. A box whose value anything else has changed is
+    therefore another widget, and what the browser still sends of the former one changes nothing.
+    """
+    state = st.session_state
+    boxes: dict[str, str] = state.setdefault(BOXES, {})
+    widget = boxes.setdefault(name, key(name))
+    if widget in state and not _same(state[widget], shown):
+        widget = boxes[name] = key(name) if widget != key(name) else f"{key(name)}_other"
+    state[widget] = shown
+    return widget
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two choices are the same; several values may be in any order."""
+    return set(one) == set(other) if isinstance(one, list) and isinstance(other, list) else one == other
+
+
+def _choose(name: str, box: str, widget: str) -> None:
+    if st.session_state[BOXES][box] != widget:
+        return
+    value = st.session_state[widget]
     if name == "format" and value and AnyFormat().value_of(value) is None:
         st.toast(plain(f"There is no format {value[:40]!r}."), icon=":material/error:")
     elif value != SEVERAL:
@@ -103,10 +128,10 @@ def _choose(name: str, widget: str = "") -> None:
 
 def _box(name: str, label: str, options: list[Any], chosen: Any, width: int, field: str = "", **more: Any) -> None:
     """One choice of the scope, with its label before it."""
-    st.session_state[key(name)] = chosen
+    widget = _drawn(name, chosen)
     st.selectbox(
-        label, options, key=key(name), width=width, filter_mode="contains", on_change=_choose,
-        args=(field or name, name), **more,
+        label, options, key=widget, width=width, filter_mode="contains",
+        on_change=while_shown(widget, _choose), args=(field or name, name, widget), **more,
     )  # fmt: skip
 
 
@@ -227,16 +252,18 @@ def _values(
     if name in INTEGER_FIELDS and len(everything) > MOST_LISTED:
         _range(name, sorted({*everything, *chosen}), chosen)
         return
-    st.session_state[key(name)] = list(chosen)
+    widget = _drawn(name, list(chosen))
     if len(options) > MOST_LISTED:
         st.multiselect(
-            TITLES[name], options, key=key(name), placeholder="all", filter_mode="contains", select_all=False,
-            format_func=shown, on_change=_choose, args=(name,), label_visibility="collapsed", width=500,
+            TITLES[name], options, key=widget, placeholder="all", filter_mode="contains", select_all=False,
+            format_func=shown, on_change=while_shown(widget, _choose), args=(name, name, widget),
+            label_visibility="collapsed", width=500,
         )  # fmt: skip
         return
     st.pills(
-        TITLES[name], options, selection_mode="multi", key=key(name), format_func=lambda value: plain(shown(value)),
-        on_change=_choose, args=(name,), label_visibility="collapsed", width="content",
+        TITLES[name], options, selection_mode="multi", key=widget, format_func=lambda value: plain(shown(value)),
+        on_change=while_shown(widget, _choose), args=(name, name, widget), label_visibility="collapsed",
+        width="content",
     )  # fmt: skip
 
 
@@ -249,8 +276,8 @@ def _range(name: str, values: Sequence[int], chosen: Sequence[Any]) -> None:
     ends = min(chosen, default=values[0]), max(chosen, default=values[-1])
     slider = f"range_{name}_{ends}"  # to Streamlit, a slider with another default is another slider
     st.select_slider(
-        TITLES[name], values, ends, key=slider, on_change=_within, args=(name, values, slider), width=500,
-        label_visibility="collapsed",
+        TITLES[name], values, ends, key=slider, on_change=while_shown(slider, _within), args=(name, values, slider),
+        width=500, label_visibility="collapsed",
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import streamlit as st
 
 from binade.app.frame import address
+from binade.app.frame.callbacks import while_shown
 from binade.app.pages.registry import PAGES
 from binade.app.view.view import View
 from binade.data.run.access import read_only
@@ -19,7 +20,8 @@ def show(view: View) -> None:
     st.session_state["page_part"] = next((part.room_name for part in parts if part.name == view.part), None)
     st.segmented_control(
         "Part of the page", list(titles), key="page_part", required=True, format_func=lambda part: titles[part],
-        on_change=_open, args=(view,), label_visibility="collapsed", width="content",
+        on_change=while_shown("page_part", _open), args=(view,), label_visibility="collapsed",
+        width="content",
     )  # fmt: skip
 
 

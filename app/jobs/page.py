@@ -12,6 +12,7 @@ import streamlit as st
 
 from binade.app.draw.formatting import bytes_text, duration_text, plain
 from binade.app.frame import address
+from binade.app.frame.callbacks import while_shown
 from binade.app.frame.state import has_changed, redraw_when
 from binade.app.jobs import summary
 from binade.app.jobs.collecting import Form, wrapped
@@ -116,7 +117,7 @@ def _head(root: Path, views: list[JobView]) -> None:
                     width=130,
                     label_visibility="collapsed",
                     help="How many jobs may run at the same time",
-                    on_change=_do,
+                    on_change=while_shown("jobs_at_once", _do),
                     args=(partial(_set_at_once, root),),
                 )
                 if st.button("New job", icon=":material/add:", type="primary", key="jobs_new"):

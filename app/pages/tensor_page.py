@@ -9,6 +9,7 @@ import streamlit as st
 
 from binade.app.frame import address, rooms
 from binade.app.frame.bar import offer_to_clear
+from binade.app.frame.callbacks import while_shown
 from binade.app.pages.tensor_notes import show_notes
 from binade.app.questions import layout
 from binade.app.questions.shared.operands import gemms_of
@@ -29,13 +30,15 @@ def show(opened: Catalog, view: View, reading: Reading) -> Scope | None:
     with st.container(key="tensor_row", horizontal=True, vertical_alignment="center", gap="small"):
         rooms.show(view)
         st.selectbox(
-            "Tensor", list(labels), key="tensor", format_func=lambda name: labels.get(name, name), on_change=_choose,
+            "Tensor", list(labels), key="tensor", format_func=lambda name: labels.get(name, name),
+            on_change=while_shown("tensor", _choose),
             filter_mode="contains", label_visibility="collapsed",
         )  # fmt: skip
         if len(gemms) > 1:
             st.session_state["gemm"] = reading.values["gemm"] if reading.values["gemm"] in gemms else gemms[0]
             st.segmented_control(
-                "Operand of", gemms, key="gemm", required=True, label_visibility="collapsed", on_change=_choose_gemm,
+                "Operand of", gemms, key="gemm", required=True, label_visibility="collapsed",
+                on_change=while_shown("gemm", _choose_gemm),
                 format_func="in {}".format, help="The GEMM that rounds it, along the axis that it contracts",
                 width="content",
             )  # fmt: skip

@@ -17,6 +17,7 @@ from binade.app.draw.figure import Controls, Drawn, Facts, Figure, Item, Offers,
 from binade.app.draw.formatting import plain
 from binade.app.frame import address
 from binade.app.frame.bar import offer_to_clear
+from binade.app.frame.callbacks import while_shown
 from binade.app.pages.registry import PAGES
 from binade.app.questions.shared.scope import Scope
 from binade.app.questions.shared.selection import Of, select
@@ -69,7 +70,7 @@ def _show_room(opened: Catalog, view: View, reading: Reading) -> Scope | None:
         with st.container(key="choice", horizontal=True, vertical_alignment="top", gap="medium"):
             st.segmented_control(
                 first.choice, list(titles), key="room", required=True, format_func=lambda name: titles[name],
-                on_change=lambda: address.change(view=st.session_state["room"]), width="content",
+                on_change=while_shown("room", lambda: address.change(view=st.session_state["room"])), width="content",
             )  # fmt: skip
             beside = st.container()
         return show_question(opened, view, reading, beside)
@@ -97,7 +98,7 @@ def show_sections(opened: Catalog, view: View, reading: Reading) -> Scope | None
             continue
         st.session_state[key] = is_open
         section = st.expander(
-            f"**{question.title}** · {question.help}", key=key, icon=question.icon, on_change=_fold,
+            f"**{question.title}** · {question.help}", key=key, icon=question.icon, on_change=while_shown(key, _fold),
             args=(key, question.view, first.view),
         )  # fmt: skip
         if is_open:
@@ -172,7 +173,7 @@ def show_control(control: Control, value: Any, **more: Any) -> None:
     name, choices = control.name, control.choices
     st.session_state[name] = control.possible(value)
     common: dict[str, Any] = {"key": name, "help": control.help, "disabled": control.disabled}
-    common |= {"on_change": _changed, "args": (name,)} | more
+    common |= {"on_change": while_shown(name, _changed), "args": (name,)} | more
     if isinstance(control.param, Whole) and not choices:
         common["value"] = None if control.param.default is None else "min"
         low, high = control.param.low, control.param.high

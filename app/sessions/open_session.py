@@ -14,6 +14,7 @@ import streamlit as st
 from binade.app.draw.figure import Figure
 from binade.app.draw.formatting import plain
 from binade.app.frame import address
+from binade.app.frame.callbacks import while_shown
 from binade.app.frame.state import catalog
 from binade.app.pages.registry import PAGES, PART
 from binade.app.sessions import pins, storage
@@ -223,4 +224,6 @@ def name_field(place: str) -> None:
         if typed := st.session_state[key].strip():
             rename(typed)
 
-    st.text_input("Name", name, key=key, max_chars=120, placeholder="What did you find?", on_change=renamed)
+    st.text_input(
+        "Name", name, key=key, max_chars=120, placeholder="What did you find?", on_change=while_shown(key, renamed)
+    )

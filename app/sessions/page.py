@@ -9,6 +9,7 @@ import streamlit as st
 from binade.app.draw import show as show_items
 from binade.app.draw.formatting import plain
 from binade.app.frame import address, uploads
+from binade.app.frame.callbacks import while_shown
 from binade.app.pages.registry import PAGES, SESSION_PARTS
 from binade.app.questions.shared.runs import given_names
 from binade.app.sessions import notes, open_session, pins, share_view, storage
@@ -29,7 +30,7 @@ def show(opened: Catalog, view: View, reading: Reading) -> None:
     st.session_state["part"] = reading.values["part"]
     st.segmented_control(
         "Part", PARTS, key="part", required=True, format_func=lambda name: PARTS[name], label_visibility="collapsed",
-        on_change=lambda: _turn_to(st.session_state["part"]),
+        on_change=while_shown("part", lambda: _turn_to(st.session_state["part"])),
     )  # fmt: skip
     if why := reason():
         st.caption(plain(f"Sessions can be opened, but not changed or deleted: {why}."))
@@ -172,7 +173,7 @@ def _notes_field(one: Session) -> None:
     before, key = one.notes, open_session.field_key(f"notes_{one.id}", one.notes)
     st.text_area(
         "Notes in Markdown", before, key=key, max_chars=sessions.LONGEST_NOTES, height=180,
-        on_change=lambda: open_session.change(Note(st.session_state[key], before)),
+        on_change=while_shown(key, lambda: open_session.change(Note(st.session_state[key], before))),
     )  # fmt: skip
 
 
@@ -193,7 +194,7 @@ def _pin_fields(saved: Saved, index: int) -> None:
     left, right = st.columns([3, 1.4], vertical_alignment="bottom")
     left.text_input(
         "Caption", kept.pin.caption, key=key, max_chars=sessions.LONGEST_CAPTION,
-        on_change=lambda: open_session.change(Caption(kept.pin_id, st.session_state[key])),
+        on_change=while_shown(key, lambda: open_session.change(Caption(kept.pin_id, st.session_state[key]))),
     )  # fmt: skip
     cells = right.columns(4)
     is_first, is_last = index == 0, index == len(pins_shown) - 1

@@ -23,6 +23,7 @@ from binade.app.draw.components import component
 from binade.app.draw.figure import Figure
 from binade.app.frame import address
 from binade.app.frame.bar import only
+from binade.app.frame.callbacks import while_shown
 from binade.app.questions import layout
 from binade.app.questions.explore import charts, question
 from binade.app.questions.explore.compute import RAW, SIGMA, over
@@ -144,10 +145,13 @@ class _Page:
         return data
 
     def _component(self, data: dict[str, Any], ranked: pd.DataFrame) -> None:
+        heard = {
+            "chosen": self._choose, "needs": self._need, "set": self._set, "saved": self._save,
+            "runs": self._in_all_runs, "pinned": lambda: self._pin(st.session_state[KEY].pinned),
+        }  # fmt: skip
         result = _explore()(
-            key=KEY, data=data, height="content", on_chosen_change=self._choose, on_needs_change=self._need,
-            on_set_change=self._set, on_saved_change=self._save, on_runs_change=self._in_all_runs,
-            on_pinned_change=lambda: self._pin(st.session_state[KEY].pinned), on_open_change=lambda: None,
+            key=KEY, data=data, height="content", on_open_change=lambda: None,
+            **{f"on_{name}_change": while_shown(KEY, do) for name, do in heard.items()},
         )  # fmt: skip
         if result.open:
             gemms = ranked.loc[ranked["tensor_id"] == result.open, "gemm"].tolist()

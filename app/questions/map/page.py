@@ -14,6 +14,7 @@ from binade.app.draw.figure import Figure, Table, Text
 from binade.app.draw.formatting import plain
 from binade.app.draw.style import MEASURES
 from binade.app.frame import address
+from binade.app.frame.callbacks import while_shown
 from binade.app.measures.map_measure import ITERATION, LAYER
 from binade.app.questions import layout
 from binade.app.questions.map import charts
@@ -105,8 +106,9 @@ def _show(opened: Catalog, view: View, reading: Reading) -> Scope | None:
         st.session_state["map_pinned"] = True  # the header says so
 
     result = inline("map", "questions/map/map")(
-        key="map", data=data, height="content", on_selected_change=_select, on_iteration_change=_to_iteration,
-        on_across_change=_across, on_pin_change=pin,
+        key="map", data=data, height="content", on_selected_change=while_shown("map", _select),
+        on_iteration_change=while_shown("map", _to_iteration), on_across_change=while_shown("map", _across),
+        on_pin_change=pin,
         **{f"on_{name}_change": lambda: None for name in ("open", "compare", "explore", "advise")},
     )  # fmt: skip
     if result.open:

@@ -11,6 +11,7 @@ import streamlit as st
 from binade.app.draw.components import inline
 from binade.app.draw.formatting import bytes_text, plain
 from binade.app.frame import address
+from binade.app.frame.callbacks import while_shown
 from binade.app.frame.state import explain_empty
 from binade.app.jobs.saved_recipes import is_recipe
 from binade.app.questions import layout
@@ -73,7 +74,11 @@ def _show(opened: Catalog, view: View, reading: Reading) -> None:
         "said": _said(runs),
     }  # fmt: skip
     result = inline("runs", "questions/runs/table")(
-        key=KEY, data=data, height="content", on_picked_change=lambda: _pick(table["usual"]), on_go_change=lambda: None
+        key=KEY,
+        data=data,
+        height="content",
+        on_go_change=lambda: None,
+        on_picked_change=while_shown(KEY, lambda: _pick(table["usual"])),
     )
     if result.go:
         link = dict(result.go)
