@@ -184,6 +184,7 @@ def test_app_takes_from_the_collector_only_what_imports_no_torch():
                         "app/main.py",
                         "app/frame/address.py",
                         "app/frame/bar.py",
+                        "app/frame/callbacks.py",
                         "app/frame/frame.py",
                         "app/frame/rooms.py",
                         "app/draw/show.py",
