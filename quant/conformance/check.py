@@ -13,7 +13,6 @@ from binade.quant.conformance.report import CaseRow, Conformance
 from binade.quant.conformance.stochastic import Draws, can_be_tested, statistical_rows, tests_note
 from binade.quant.elements import RoundingMode
 from binade.quant.formats import Format
-from binade.quant.identification.alterations import AWAY_FROM_ZERO, TOWARD_ZERO
 from binade.quant.identification.pair import INTEGERS, Pair
 from binade.quant.quantizer import fake_quantize
 from binade.quant.specs import Spec, SpecError
@@ -143,8 +142,8 @@ def _possible(x: Tensor, spec: Spec, dim: int) -> Iterator[Tensor]:
         return
     at = dim % x.dim()
     pair = Pair.of(x, x, at)
-    for alteration in (TOWARD_ZERO, AWAY_FROM_ZERO):
-        y = pair.rounded(spec, pair, alteration).to(x.dtype)
+    for bound in pair.steps(spec, pair).bounds:
+        y = bound.to(x.dtype)
         lines = [size for axis, size in enumerate(x.shape) if axis != at]
         yield y.reshape(*lines, x.shape[at]).movedim(-1, at)
 

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from binade.quant.conformance.report import CaseRow
-from binade.quant.identification.alterations import AWAY_FROM_ZERO, TOWARD_ZERO
 from binade.quant.identification.pair import Pair
 from binade.quant.specs import Spec
 
@@ -79,7 +78,7 @@ class Draws:
     def ends(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(lower, upper, share): the neighbors of x by the spec, and how often the upper one is due, float64."""
         pair = Pair.of(x, x, 1)
-        lower, upper = (pair.rounded(self.spec, pair, one).double() for one in (TOWARD_ZERO, AWAY_FROM_ZERO))
+        lower, upper = (bound.double() for bound in pair.steps(self.spec, pair).bounds)
         return lower, upper, torch.where(upper > lower, (x.double() - lower) / (upper - lower), 0.0).clamp(0, 1)
 
     def ups(self, distance: float, lines: int, seed: int) -> tuple[Tensor, float]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -47,27 +48,77 @@ class Alteration:
     values: Callable[[Tensor, Spec, Tensor], Tensor] | None = None
     after: Callable[[Tensor], Tensor] | None = None
 
-    def apply(self, x: Tensor, spec: Spec, absmax: Tensor) -> Tensor:
-        """x [lines, axis] float32 rounded along its last axis. absmax as in `reference.outer_absmax`."""
-        source = self.before(x) if self.before else x
-        outer = per_group(absmax, source, -1, spec.block) if absmax.dim() else absmax
-        blocks = to_blocks(source, -1, spec.block)
-        scale = spec.scaling.block_scale(blocks, spec, outer)
-        if self.scale:
-            scale = self.scale(scale, blocks, spec, outer)
-        factors = self.factors(scale, blocks, spec, outer) if self.factors else spec.scaling.factors(scale, spec, outer)
-        encoded = self.encode(blocks, factors)
+    def apply(self, steps: Steps) -> Tensor:
+        """What is computed instead of these steps, float32 [lines, axis]. The absmax of `before` is the caller's."""
+        spec, outer = steps.spec, steps.outer
+        if self.before:
+            steps = replace(steps, x=self.before(steps.x))
+        scale = self.scale(steps.scale, steps.blocks, spec, outer) if self.scale else steps.scale
+        if self.factors:
+            factors = self.factors(scale, steps.blocks, spec, outer)
+        else:
+            factors = spec.scaling.factors(scale, spec, outer) if self.scale else steps.factors
+        same = factors is steps.factors and self.encode is scaled
+        encoded = steps.encoded if same else self.encode(steps.blocks, factors)
         if self.scaled:
             encoded = self.scaled(encoded)
         if self.round:
-            values = self.round(encoded, spec)
-            values = values if spec.format.element.signed_zero else values + 0.0
+            values = _on_grid(self.round(encoded, spec), spec)
         else:
             values = round_to_element(encoded, spec.format.element, spec.rounding, spec.overflow)
         if self.values:
             values = self.values(values, spec, encoded)
-        y = from_blocks(read_back(values, factors), x, -1, spec.block)
+        y = steps.back(values, factors)
         return self.after(y) if self.after else y
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What a spec computes of x [lines, axis] float32 along its last axis. absmax: of the outer blocks, as in
+    `reference.outer_absmax`."""
+
+    x: Tensor
+    spec: Spec
+    absmax: Tensor
+
+    @cached_property
+    def outer(self) -> Tensor:
+        return per_group(self.absmax, self.x, -1, self.spec.block) if self.absmax.dim() else self.absmax
+
+    @cached_property
+    def blocks(self) -> Tensor:
+        return to_blocks(self.x, -1, self.spec.block)
+
+    @cached_property
+    def scale(self) -> Tensor:
+        return self.spec.scaling.block_scale(self.blocks, self.spec, self.outer)
+
+    @cached_property
+    def factors(self) -> Factors:
+        return self.spec.scaling.factors(self.scale, self.spec, self.outer)
+
+    @cached_property
+    def encoded(self) -> Tensor:
+        """x over its scale, in blocks."""
+        return scaled(self.blocks, self.factors)
+
+    def back(self, values: Tensor, factors: Factors) -> Tensor:
+        """What values on the grid stand for, [lines, axis]."""
+        return from_blocks(read_back(values, factors), self.x, -1, self.spec.block)
+
+    @cached_property
+    def bounds(self) -> tuple[Tensor, Tensor]:
+        """The neighbors on the grid of each value, (toward 0, away from 0), [lines, axis]; equal for one on the
+        grid."""
+        lower, upper = neighbors(self.encoded, self.spec.format.element)
+        lower = _unless_special(lower, self.encoded, self.spec, torch.inf)
+        upper = _unless_special(upper, self.encoded, self.spec, self.spec.format.max)
+        return self.back(_on_grid(lower, self.spec), self.factors), self.back(_on_grid(upper, self.spec), self.factors)
+
+
+def _on_grid(values: Tensor, spec: Spec) -> Tensor:
+    """Without -0, if the element has none."""
+    return values if spec.format.element.signed_zero else values + 0.0
 
 
 def _cast(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
@@ -224,8 +275,6 @@ def _has_two_levels(spec: Spec) -> bool:
 
 
 BF16, FP16 = torch.bfloat16, torch.float16
-TOWARD_ZERO = Alteration("values are rounded toward 0 (truncated)", round=_toward_zero)
-AWAY_FROM_ZERO = Alteration("values are rounded away from 0", round=_away_from_zero)
 ALTERATIONS = (
     Alteration("x is rounded to bfloat16 first", before=_cast(BF16)),
     Alteration("x is rounded to float16 first", before=_cast(FP16)),
@@ -263,8 +312,8 @@ ALTERATIONS = (
                "least 2^-6", _has_two_levels, scale=_of_torchao, factors=_product),
     Alteration("codes are multiplied by block scale / (448 · max / absmax), by which x is divided, as in "
                "compressed-tensors", _has_two_levels, factors=_over_multiplier, encode=_divided),
-    TOWARD_ZERO,
-    AWAY_FROM_ZERO,
+    Alteration("values are rounded toward 0 (truncated)", round=_toward_zero),
+    Alteration("values are rounded away from 0", round=_away_from_zero),
     Alteration("values are rounded down", round=_down),
     Alteration("ties are rounded toward 0", round=_half_toward_zero),
     Alteration("values are rounded twice: x over its scale to bfloat16 first", scaled=_cast(BF16)),

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from binade.quant.elements import E4M3
-from binade.quant.identification.alterations import AWAY_FROM_ZERO, TOWARD_ZERO
 from binade.quant.identification.fitting import TOLERANCE, fits, groups_of, magnitudes
 from binade.quant.identification.pair import Pair, differs, is_apart
 from binade.quant.quantizer import apply
@@ -31,7 +30,7 @@ def either_neighbor(pair: Pair, spec: Spec) -> Compute:
     """q where it is one of the two neighbors that the spec's scale gives x, else the nearest."""
 
     def compute(part: Pair) -> Tensor:
-        lower, upper = (pair.rounded(spec, part, alteration) for alteration in (TOWARD_ZERO, AWAY_FROM_ZERO))
+        lower, upper = pair.steps(spec, part).bounds
         possible = ~differs(lower, part.q) | ~differs(upper, part.q)
         return torch.where(possible, part.q.float(), pair.rounded(spec, part))
 
@@ -43,24 +42,23 @@ def is_between(pair: Pair, spec: Spec) -> bool:
 
     def decide() -> bool:
         few = pair.few(spec)
-        lower, upper = (pair.rounded(spec, few, alteration) for alteration in (TOWARD_ZERO, AWAY_FROM_ZERO))
+        lower, upper = pair.steps(spec, few).bounds
         return not bool((is_apart(lower, few.q) & is_apart(upper, few.q)).any())
 
     return pair.answer(("between", spec), decide)
 
 
-def is_stochastic(pair: Pair, spec: Spec) -> bool:
-    """Whether the sample is rounded up, and not to the nearest, as often as stochastic rounding does it, within five
-    standard deviations."""
-    part = pair.sample(spec)
-    lower, upper = (pair.rounded(spec, part, alteration).double() for alteration in (TOWARD_ZERO, AWAY_FROM_ZERO))
+def from_stochastic(pair: Pair, spec: Spec, part: Pair) -> float:
+    """How far from stochastic rounding a part is: how often it is rounded up, and how often not to the nearest, in
+    standard deviations. NaN if no value lies between two codes."""
+    lower, upper = (bound.double() for bound in pair.steps(spec, part).bounds)
     between = (lower != upper) & lower.isfinite() & upper.isfinite()
     share = ((part.x.double() - lower) / (upper - lower))[between].clamp(0, 1)
     up = (part.q.double() == upper)[between].double()
     far = torch.where(share > 0.5, 1 - up, up)
     deviation = (share * (1 - share)).sum().sqrt()
     sums = torch.stack(((up - share).sum(), (far - torch.minimum(share, 1 - share)).sum()))
-    return bool(deviation > 0 and (sums.abs() < 5 * deviation).all())
+    return float(sums.abs().max() / deviation)
 
 
 def other_absmax(pair: Pair, spec: Spec) -> tuple[Compute, str] | None:

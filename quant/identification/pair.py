@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from binade.quant.identification.alterations import Alteration
+from binade.quant.identification.alterations import Alteration, Steps
 from binade.quant.identification.candidates import fitted
 from binade.quant.identification.fitting import explains, groups_of
 from binade.quant.quantizer import apply
@@ -89,6 +89,14 @@ class Pair:
         return {}
 
     @cached_property
+    def _kept(self) -> dict[Spec, list[tuple[Pair, Steps]]]:
+        return {}
+
+    @cached_property
+    def _few(self) -> dict[tuple[int, int], Pair]:
+        return {}
+
+    @cached_property
     def _groups(self) -> dict[Block | None, tuple[Tensor, Tensor]]:
         return {}
 
@@ -118,7 +126,10 @@ class Pair:
         part = self.sample(spec)
         rows = spec.block.rows or 1 if spec.block else 1
         columns = part.x.shape[1]
-        return part._part(torch.arange(min(len(part.x), max(rows, FEW // columns))), columns)
+        lines = min(len(part.x), max(rows, FEW // columns))
+        if (lines, columns) not in part._few:
+            part._few[lines, columns] = part._part(torch.arange(lines), columns)
+        return part._few[lines, columns]
 
     @property
     def head(self) -> Pair:
@@ -175,6 +186,19 @@ class Pair:
             if spec.transforms:
                 return apply(part.x, spec, -1)[0]
             return apply(part.x, spec, -1, absmax=self.outer(spec, part))[0]
-        source = alteration.before(self.absmax) if alteration.before else self.absmax
-        absmax = source if spec.of_tensor else self.outer(spec, part)
-        return alteration.apply(part.x, spec, absmax)
+        if alteration.before and spec.of_tensor:
+            return alteration.apply(Steps(part.x, spec, alteration.before(self.absmax)))
+        return alteration.apply(self.steps(spec, part))
+
+    def steps(self, spec: Spec, part: Pair) -> Steps:
+        """What the spec computes of a part. Those of the last spec are kept, as many alterations change one of them."""
+        if part.x.numel() > 2 * SAMPLE:
+            return Steps(part.x, spec, self.outer(spec, part))
+        if spec not in self._kept:
+            self._kept.clear()
+        kept = self._kept.setdefault(spec, [])
+        for other, steps in kept:
+            if other is part:
+                return steps
+        kept.append((part, Steps(part.x, spec, self.outer(spec, part))))
+        return kept[-1][1]

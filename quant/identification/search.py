@@ -24,6 +24,7 @@ from binade.quant.rotation import rotate
 from binade.quant.specs import TENSOR, Spec
 
 ROTATED = 2.0**-18  # relative to the largest value of a line: what rotating there and back leaves in float32
+DEVIATIONS = 5  # within which rounding up and down is as often as by chance
 NEAREST, VERIFIED, ALTERED = 3, 200, 24
 
 
@@ -288,11 +289,11 @@ def _random(pair: Pair, tried: Sequence[Spec], plain: Sequence[Attempt]) -> Iter
     for spec in pair.surviving(tried):
         if spec.rounding == RoundingMode.NEAREST and RoundingMode.STOCHASTIC in spec.scaling.roundings:
             stochastic = Spec.of(spec, rounding="stochastic")
-            if not faults.is_between(pair, spec):
+            if not faults.is_between(pair, spec) or faults.from_stochastic(pair, spec, pair.few(spec)) > DEVIATIONS:
                 continue
             compute = faults.either_neighbor(pair, spec)
             trial = _trial(pair, stochastic, compute, "with another source of random numbers")
-            if trial.apart == 0 and faults.is_stochastic(pair, spec):
+            if trial.apart == 0 and faults.from_stochastic(pair, spec, pair.sample(spec)) < DEVIATIONS:
                 yield trial
 
 
