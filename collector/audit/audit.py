@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,14 +15,14 @@ from binade.collector.audit.result import Audit, AuditedWeight
 from binade.collector.audit.weights import AuditedCheckpoint, CheckpointWeight
 from binade.collector.errors import ConfigError
 from binade.data.exchange.quantized.rules import Rule
-from binade.data.exchange.quantized.stored import Decoded, by
+from binade.data.exchange.quantized.stored import by
 from binade.data.words.text import and_more, counted
-from binade.quant.metrics import errors
+from binade.quant.metrics import Errors, errors
 
 HUGE = 2.0**16  # a scale of more times the median scale of its weight is reported
 OFF = 0.05  # how far the factor from a block to the original may be from 1, besides what rounding explains
 SHIFTED = 0.25  # the share of the squared error that may be one shift of all values
-WRONG = 0.5  # a relative error that no format here has: the values are others
+LEAST_COSINE = ((2, 0.3), (3, 0.6), (4, 0.7), (math.inf, 0.87))  # by the most bits of a code
 
 
 class Auditing:
@@ -87,10 +88,7 @@ def _weight(
             x = x.float()
             error = errors(x, decoded.values)
             match = matcher.match(x, weight)
-            if error.relative_error > WRONG:
-                findings.append(f"relative error {error.relative_error:.3g}: its values are not those of the original")
-            else:
-                findings += _of_errors(x, decoded, error.relative_error)
+            findings += of_error(x, weight, error)
         elif not torch.equal(x.to(decoded.values.dtype), decoded.values):
             findings.append("it is not quantized, and differs from the original")
     rule = None if weight.stored else checkpoint.excluding(weight.module)
@@ -101,9 +99,14 @@ def _weight(
     )  # fmt: skip
 
 
-def _of_errors(x: Tensor, decoded: Decoded, relative_error: float) -> Iterator[str]:
-    """What an error that rounding would not make says of scales and zeros. Where x is rounded by the right scale, the
-    error is hardly correlated with the result: the factor that takes q to x is 1 but for about the squared error."""
+def of_error(x: Tensor, weight: CheckpointWeight, error: Errors) -> Iterator[str]:
+    """What an error that rounding x [..., in] would not make says of values, scales and zeros. Where x is rounded by
+    the right scale, the error is hardly correlated with the result: the factor that takes q to x is 1 but for about
+    the squared error relative to x, tan² of the angle between both."""
+    decoded = weight.decoded
+    if error.cosine < next(least for bits, least in LEAST_COSINE if weight.bits <= bits):
+        yield f"relative error {error.relative_error:.3g}: its values are not those of the original"
+        return
     q, shift = decoded.values, float((decoded.values - x).mean())
     if shift**2 > SHIFTED * float((q - x).square().mean()):
         yield f"its values are those of the original plus {shift:.3g} on average: other zeros?"
@@ -112,8 +115,9 @@ def _of_errors(x: Tensor, decoded: Decoded, relative_error: float) -> Iterator[s
     x, q = (t[..., : t.shape[-1] // width * width].reshape(-1, width) for t in (x, q))
     factor = (x * q).sum(-1) / q.square().sum(-1)
     off = (factor[factor.isfinite()] - 1).abs()
-    if len(off) and float(off.median()) > OFF + relative_error**2:
-        yield f"its blocks or rows are off by a factor of {1 + float(off.median()):.3g} in the median: other scales?"
+    if len(off) and float(off.median()) > OFF + error.cosine**-2 - 1:
+        times = float(factor[factor > 0].log().abs().median().exp())
+        yield f"its blocks or rows are off by a factor of {times:.3g} in the median: other scales?"
 
 
 def _of_scales(scales: Tensor) -> Iterator[str]:

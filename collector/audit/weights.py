@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,12 @@ class CheckpointWeight:
     @property
     def module(self) -> str:
         return self.name.removesuffix(".weight")
+
+    @property
+    def bits(self) -> int:
+        """Of a code, as the name of what it is stored in has them: FP8, NVFP4, INT3, Q2_K. 16 if that has none."""
+        named = re.search(r"\d+", self.stored)
+        return int(named[0]) if named else 16
 
 
 class AuditedCheckpoint:

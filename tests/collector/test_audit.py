@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -21,12 +22,16 @@ import binade
 from binade.app.questions.shared.rounded import ROUNDED_ALREADY
 from binade.app.questions.shared.selection import recorded_in
 from binade.cli import main
+from binade.collector.audit.audit import of_error
 from binade.collector.audit.result import Audit
+from binade.collector.audit.weights import CheckpointWeight
 from binade.data.compare.difference import difference
+from binade.data.exchange.quantized.stored import Decoded
 from binade.data.index.catalog import Catalog
 from binade.data.run.directory import DONE, list_runs, read_run
 from binade.data.run.verify import verify
-from binade.quant.specs import Spec
+from binade.quant.metrics import errors
+from binade.quant.specs import Block, Spec
 from tests.bench.bench_audit import make
 from tests.collector.test_directory import reference, write_gguf
 from tests.data.test_quantized import CHECKPOINTS, MODULE, NAMES, by_hand
@@ -191,6 +196,72 @@ def test_a_right_checkpoint_has_no_findings_against_its_original(name, tmp_path)
     audit = binade.audit(CHECKPOINTS / name, ORIGINAL, tmp_path)
     expected = ("k_proj' leaves out", "is not quantized, and differs")  # torchao kept no rule; AWQ's is float16
     assert all(any(part in finding for part in expected) for finding in audit.findings)
+
+
+def _values(kind: str) -> torch.Tensor:
+    """[192, 512], as weights may be distributed."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(192, 512, generator=generator)
+    if kind == "heavy":
+        return x / torch.randn(3, 192, 512, generator=generator).square().mean(0).sqrt()
+    if kind == "outlying columns":
+        x[:, ::37] *= 12
+    if kind == "few directions":
+        x += torch.randn(192, 8, generator=generator) @ torch.randn(8, 512, generator=generator) / 3
+    return x
+
+
+def _integers(x: torch.Tensor, bits: int, clip: float = 1.0) -> torch.Tensor:
+    """Blocks [blocks, block] rounded to nearest, with a scale and a zero for each."""
+    low, high = x.amin(-1, keepdim=True).clamp(max=0) * clip, x.amax(-1, keepdim=True).clamp(min=0) * clip
+    scale = (high - low) / (2**bits - 1)
+    zero = (-low / scale).round()
+    return (((x / scale).round() + zero).clamp(0, 2**bits - 1) - zero) * scale
+
+
+def _least_error(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Each block clipped where its squared error is least."""
+    tried = torch.stack([_integers(x, bits, 1 - step / 20) for step in range(11)])
+    return tried[(tried - x).square().sum(-1).argmin(0), torch.arange(len(x))]
+
+
+def _gptq(x: torch.Tensor, bits: int, block: int) -> torch.Tensor:
+    """Columns rounded in turn, the error of each compensated in those that follow (arXiv:2210.17323, algorithm 1), for
+    inputs with strong correlations."""
+    generator = torch.Generator().manual_seed(2)
+    mixed = torch.randn(512, 512, generator=generator) * torch.logspace(0, -2, 512)[:, None]
+    inputs = torch.randn(2048, 512, generator=generator) @ mixed
+    second = inputs.T @ inputs / len(inputs)
+    upper = torch.linalg.cholesky(torch.linalg.inv(second + 0.01 * second.diag().mean() * torch.eye(512)), upper=True)
+    x, q = x.clone(), torch.zeros_like(x)
+    for column in range(x.shape[1]):
+        if column % block == 0:
+            low, high = x[:, column : column + block].aminmax(dim=-1)
+            low, scale = low.clamp(max=0), (high.clamp(min=0) - low.clamp(max=0)) / (2**bits - 1)
+            zero = (-low / scale).round()
+        q[:, column] = (((x[:, column] / scale).round() + zero).clamp(0, 2**bits - 1) - zero) * scale
+        x[:, column:] -= ((x[:, column] - q[:, column]) / upper[column, column])[:, None] * upper[column, column:]
+    return q
+
+
+def _audited(q: torch.Tensor, bits: int, block: int) -> CheckpointWeight:
+    return CheckpointWeight("a.weight", f"INT{bits}", "I32", None, Decoded(q, torch.ones(1), None, Block(1, block)))
+
+
+@pytest.mark.parametrize("kind", ["normal", "heavy", "outlying columns", "few directions"])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_honest_rounding_is_no_finding_and_other_rows_and_scales_are(bits, kind):
+    x = _values(kind)
+    for block in (32, 128, 512):
+        blocks = x.reshape(-1, block)
+        nearest, clipped = (one.reshape(x.shape) for one in (_integers(blocks, bits), _least_error(blocks, bits)))
+        for q in (nearest, clipped, _gptq(x, bits, block)):
+            assert not list(of_error(x, _audited(q, bits, block), errors(x, q)))
+        half = torch.cat((nearest[:96].flip(0), nearest[96:]))
+        for wrong in (nearest.flip(0), *((half, 1.5 * clipped) if bits > 2 else ())):
+            assert list(of_error(x, _audited(wrong, bits, block), errors(x, wrong)))
+        (said,) = of_error(x, _audited(nearest / 4, bits, block), errors(x, nearest / 4))
+        assert 2 < float(re.search(r"factor of (\S+)", said)[1]) < 6
 
 
 def test_scales_of_another_layout_are_a_finding_and_the_others_are_audited(tmp_path):
