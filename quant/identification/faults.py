@@ -18,6 +18,7 @@ from binade.quant.specs import TENSOR, Spec
 Compute = Callable[[Pair], Tensor]
 BINADES = 40  # how far the absmax of another tensor may be
 ULPS = 12  # how many float32 neighbors of an absmax are tried
+OFF_BY_ULPS = 0.02  # the share of values that may be apart where the absmax is not the very one: those of tied scales
 CLIPPING = 448 / 464  # of its own absmax, a smaller one gives a block scale that E4M3 does not round to its largest
 
 
@@ -81,15 +82,18 @@ def other_absmax(pair: Pair, spec: Spec) -> tuple[Compute, str] | None:
     def rounded(absmax: Tensor) -> Compute:
         return lambda part: apply(part.x, spec, -1, absmax=absmax)[0]
 
-    fitting = [a for a in wanted if not is_apart(rounded(a)(part), part.q).any()]
-    if not fitting:
-        return None
-    own = pair.absmax
-    nearest = min(fitting, key=lambda a: (bool(a < CLIPPING * own), abs(float(a.log2() - own.log2()))))
-    steps = torch.arange(-ULPS, ULPS + 1, dtype=torch.int32)
-    near = (nearest.view(torch.int32) + steps[steps.abs().argsort(stable=True)]).view(torch.float32)
-    absmax = min(near, key=lambda a: int(differs(rounded(a)(part), part.q).sum()))
-    return rounded(absmax), _other_absmax_words(absmax, own, len(fitting) > 1)
+    def distance(absmax: Tensor) -> tuple[float, float]:
+        y = rounded(absmax)(part)
+        return float(is_apart(y, part.q).double().mean()), float(differs(y, part.q).double().mean())
+
+    own, steps = pair.absmax, torch.arange(-ULPS, ULPS + 1, dtype=torch.int32)
+    fitting = [a for a in wanted if distance(a)[0] < OFF_BY_ULPS]
+    for one in sorted(fitting, key=lambda a: (bool(a < CLIPPING * own), abs(float(a.log2() - own.log2())))):
+        near = (one.view(torch.int32) + steps[steps.abs().argsort(stable=True)]).view(torch.float32)
+        absmax = min(near, key=distance)
+        if not distance(absmax)[0]:
+            return rounded(absmax), _other_absmax_words(absmax, own, len(fitting) > 1)
+    return None
 
 
 def _other_absmax_words(absmax: Tensor, own: Tensor, several: bool) -> str:
