@@ -68,8 +68,7 @@ class Identification:
 
     matches   all outcomes that do, bit for bit if there are any; the simplest spec first
     nearest   if none does: those with the fewest values that differ
-    apart     for each further one of the first LISTED matches, an input that would tell it from the first; empty if
-              none was found
+    apart     for each further match, an input that would tell it from the first one; empty if none was found
     tried     how many specs were tried, along how many axes
     """
 

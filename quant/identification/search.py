@@ -17,7 +17,7 @@ from binade.quant.identification.candidates import ROTATIONS, specs
 from binade.quant.identification.common import common
 from binade.quant.identification.pair import Pair, differs, is_apart
 from binade.quant.identification.readings import CodeReading, readings
-from binade.quant.identification.result import LISTED, Identification, SpecOutcome
+from binade.quant.identification.result import Identification, SpecOutcome
 from binade.quant.memory import ordinary, without_modes
 from binade.quant.quantizer import fake_quantize
 from binade.quant.rotation import rotate
@@ -88,7 +88,7 @@ def identify(
         exact = [outcome for outcome in matches if outcome.exact]
         best = tuple(exact or matches)
         nearest = () if best else _nearest(found)
-        return Identification(best, nearest, _told_apart(best[:LISTED]), (len(tried), len(axes)))
+        return Identification(best, nearest, _told_apart(best), (len(tried), len(axes)))
 
 
 def _axes(x: Tensor) -> list[int]:
