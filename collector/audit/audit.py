@@ -22,7 +22,8 @@ from binade.quant.metrics import Errors, errors
 HUGE = 2.0**16  # a scale of more times the median scale of its weight is reported
 OFF = 0.05  # how far the factor from a block to the original may be from 1, besides what rounding explains
 SHIFTED = 0.25  # the share of the squared error that may be one shift of all values
-LEAST_COSINE = ((2, 0.3), (3, 0.6), (4, 0.7), (math.inf, 0.87))  # by the most bits of a code
+LEAST_COSINE = ((2, 0.3), (3, 0.6), (4, 0.7), (math.inf, 0.87))
+"""To the original, by the most bits of a code: rounding stays above it."""
 
 
 class Auditing:

@@ -110,10 +110,8 @@ class Steps:
     def bounds(self) -> tuple[Tensor, Tensor]:
         """The neighbors on the grid of each value, (toward 0, away from 0), [lines, axis]; equal for one on the
         grid."""
-        lower, upper = neighbors(self.encoded, self.spec.format.element)
-        lower = _unless_special(lower, self.encoded, self.spec, torch.inf)
-        upper = _unless_special(upper, self.encoded, self.spec, self.spec.format.max)
-        return self.back(_on_grid(lower, self.spec), self.factors), self.back(_on_grid(upper, self.spec), self.factors)
+        lower, upper = (_on_grid(end, self.spec) for end in _ends(self.encoded, self.spec))
+        return self.back(lower, self.factors), self.back(upper, self.factors)
 
 
 def _on_grid(values: Tensor, spec: Spec) -> Tensor:
@@ -211,12 +209,18 @@ def _divided(x: Tensor, factors: Factors) -> Tensor:
     return torch.where(scale == 0, scaled(x, factors), x / scale)
 
 
+def _ends(encoded: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
+    """x over its scale rounded toward 0, and away from 0."""
+    lower, upper = neighbors(encoded, spec.format.element)
+    return _unless_special(lower, encoded, spec, torch.inf), _unless_special(upper, encoded, spec, spec.format.max)
+
+
 def _toward_zero(encoded: Tensor, spec: Spec) -> Tensor:
-    return _unless_special(neighbors(encoded, spec.format.element)[0], encoded, spec, torch.inf)
+    return _ends(encoded, spec)[0]
 
 
 def _away_from_zero(encoded: Tensor, spec: Spec) -> Tensor:
-    return _unless_special(neighbors(encoded, spec.format.element)[1], encoded, spec, spec.format.max)
+    return _ends(encoded, spec)[1]
 
 
 def _unless_special(values: Tensor, encoded: Tensor, spec: Spec, most: float) -> Tensor:
@@ -228,7 +232,8 @@ def _unless_special(values: Tensor, encoded: Tensor, spec: Spec, most: float) ->
 
 
 def _down(encoded: Tensor, spec: Spec) -> Tensor:
-    return torch.where(encoded < 0, _away_from_zero(encoded, spec), _toward_zero(encoded, spec))
+    lower, upper = _ends(encoded, spec)
+    return torch.where(encoded < 0, upper, lower)
 
 
 def _half_toward_zero(encoded: Tensor, spec: Spec) -> Tensor:
